@@ -1,0 +1,57 @@
+"""The inputs of one forward step, as plain host data. `engine/models/inputs.py` turns them into tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StepKind(StrEnum):
+    """All sequences of a step are of one kind."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    VERIFY = "verify"
+
+
+class LogitRows(StrEnum):
+    """Which rows of a slice need logits."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """The part of one sequence that a step computes: `token_ids` at positions start, start+1, ...
+
+    total_len: tokens of the sequence known at this step (L_total of decoder truncation; ignored in decode).
+    history: up to (max n-gram - 1) token ids right before `start`, oldest first, for the n-gram tables.
+    swa_valid_start: first position whose window rows are valid (0 normally).
+    """
+
+    token_ids: list[int]
+    start: int
+    total_len: int
+    block_table: list[int]
+    state_slot: int
+    history: tuple[int, ...] = ()
+    swa_valid_start: int = 0
+    logit_rows: LogitRows = LogitRows.LAST
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: its kind and the slices, in the order in which logits come back."""
+
+    kind: StepKind
+    slices: list[SequenceSlice]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.slices)

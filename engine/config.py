@@ -1,0 +1,92 @@
+"""Settings of one engine process (section `engine`). Imports only the standard library and `hicache.knob`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hicache.errors import ConfigError
+from hicache.knob import check_knobs, knob
+
+
+class Precision(StrEnum):
+    """Arithmetic and rounding profiles. Source: `v41-model` profiles F, Fq, B, R.
+
+    F: fp32, no fake-quant. FQ: fp32 with KV and index fake-quant. B: bf16 with KV and index fake-quant.
+    R: as B, and activations of quantised linears pass through fp8.
+    """
+
+    F = "F"
+    FQ = "Fq"
+    B = "B"
+    R = "R"
+
+
+class TruncationMode(StrEnum):
+    """How much of a prompt the decoder layers see in prefill ("bounded replay")."""
+
+    OFF = "off"
+    MASK = "mask"
+    COMPACT = "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One frozen object that flows downwards; derived values are properties or resolved once in the model runner.
+
+    `"auto"` values depend on the checkpoint and the device and are resolved when the engine starts; `Engine.limits` shows them.
+    """
+
+    model: str = knob("", "Model directory.")
+    load_format: str = knob("auto", "Weights: read from the checkpoint, or random of the same shapes.", choices=("auto", "dummy"))
+    device: str = knob("auto", "Where the model runs.", choices=("auto", "cpu", "cuda"), aliases=("DEEPINFER_ACCELERATOR",))
+    precision: str = knob("auto", "Arithmetic profile; auto is F on CPU and B on GPUs.", choices=("auto", *Precision), common=True)
+    ops: str = knob("auto", "Kernel choice: auto, or op:backend pairs, comma separated.", common=True)
+    seed: int = knob(0, "Seed of dummy weights and of requests without a seed of their own.")
+    num_threads: int | str = knob("auto", "CPU threads of the model; auto is cores / ranks, at least 1.", ge=1)
+
+    max_model_len: int | str = knob("auto", "Longest prompt plus output; auto is the checkpoint's limit.", unit="tokens", ge=1, common=True)
+    max_num_seqs: int | str = knob("auto", "Most sequences in one decode step; auto is 256 on GPUs, 32 on CPU.", unit="sequences", ge=1, common=True)
+    max_num_batched_tokens: int | str = knob("auto", "Most tokens in one prefill step; auto is 8192 on GPUs, 512 on CPU.", unit="tokens", ge=1)
+    chunked_prefill: bool = knob(True, "Split prompts that exceed max_num_batched_tokens.")
+    block_size: int = knob(128, "Tokens per cache block; other sizes are for tests.", unit="tokens", ge=1)
+    num_blocks: int | str = knob("auto", "Cache blocks, the reserved block 0 included.", unit="blocks", ge=2)
+    memory_fraction: float = knob(0.90, "Share of GPU memory for weights and cache.", gt=0, le=1, common=True)
+    kv_cache_gb: float = knob(0.125, "Device cache size on CPU.", unit="GiB", gt=0)
+    state_slots_ratio: float = knob(1.2, "State slots per sequence.", ge=1, aliases=("DEEPINFER_NUM_STATE_SLOTS_RATIO",))
+    stop_preempted_request: bool = knob(False, "End a preempted request with an error instead of recomputing it.")
+
+    prefill_attempt_interval: int = knob(
+        70, "Decode steps between prefill attempts when all ranks want one.", unit="steps", ge=1, aliases=("DEEPINFER_PREFILL_ATTEMPT_INTERVAL",)
+    )
+    prefill_any_interval: int = knob(
+        100, "Decode steps between prefill attempts when any rank wants one; the server's default is 2.", unit="steps", ge=1, common=True,
+        aliases=("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL",),
+    )
+    yoco_mode: str = knob(
+        "off", "Decoder truncation in prefill; the server's default is compact.", choices=tuple(TruncationMode),
+        aliases=("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",),
+    )
+    yoco_keep_tokens: int = knob(
+        0, "Prompt tokens that decoder layers still see; the server's default is 140, 0 turns truncation off.", unit="tokens", ge=0, common=True,
+        aliases=("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",),
+    )
+    num_draft_tokens: int = knob(5, "Tokens drafted per step (window rings are sized for it); 0 turns drafting off.", ge=0, aliases=("DEEPINFER_USE_NEXTN_DECODE",))
+    batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
+    enforce_eager: bool = knob(False, "Never capture graphs or compile.", aliases=("DEEPINFER_ENFORCE_EAGER",))
+
+    dp: int = knob(1, "Data-parallel ranks, one process each.", unit="ranks", ge=1, common=True)
+    ep: int = knob(1, "Ranks that share the experts.", unit="ranks", ge=1, common=True)
+    collective_timeout_s: float = knob(45.0, "Longest wait for a peer in a collective.", unit="s", gt=0)
+
+    def __post_init__(self) -> None:
+        check_knobs(self, "engine")
+        if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
+            raise ConfigError(
+                f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0", hint="--yoco-keep-tokens 140, or --set engine.yoco_mode=off"
+            )
+
+    @property
+    def backtracking_tokens(self) -> int:
+        """B: positions that a step may write beyond the committed end. Rings hold window + B rows."""
+        return self.num_draft_tokens + 1

@@ -1,0 +1,155 @@
+"""What a client asked for (`Request`), its token time line (`Sequence`) and what the engine answers (`Output`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import RequestError
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The server maps these to the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TOO_LONG = "prompt_length_exceeded"
+    PREEMPTED = "insufficient_system_resource"
+    ERROR = "error"
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Neutral values leave logits bit-unchanged.
+
+    temperature 0 is exact arg-max (lowest id on ties). top_k -1 means all. `seed` None draws one per request.
+    `logprobs` asks for the chosen token's log-probability, `top_logprobs` for that many alternatives, both of the model's own
+    distribution (temperature 1, unmodified logits). Stop strings are matched where text exists (server, `LLM`), not here.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        for ok, name, allowed in (
+            (0 <= self.temperature < float("inf"), "temperature", ">= 0"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (self.top_k == -1 or self.top_k >= 1, "top_k", "-1 or >= 1"),
+            (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
+            (0 < self.repetition_penalty < float("inf"), "repetition_penalty", "> 0"),
+            (-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]"),
+            (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]"),
+            (self.max_tokens >= 1, "max_tokens", ">= 1"),
+            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]"),
+            (0 <= self.top_logprobs <= 1000, "top_logprobs", "in [0, 1000]"),
+        ):
+            if not ok:
+                raise RequestError(f"{name} is {getattr(self, name)!r}", hint=f"{name} must be {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. `cache_read`/`cache_write` False bypass the prefix cache in that direction."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_read: bool = True
+    cache_write: bool = True
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of the emitted token and the most probable alternatives (id, log-probability), best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time to the first token went, in seconds of the engine's monotonic clock."""
+
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens that one step added to a request. The last one carries `finish_reason`; it may come without tokens.
+
+    `cached_tokens` and `timing` are set on a request's first output. `drafted`/`accepted` count speculation in this step.
+    `stop_token_id` names the id that ended the sequence (EOS or one of `stop_token_ids`).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int | None = None
+    timing: Timing | None = None
+    drafted: int = 0
+    accepted: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's tokens and where their cache lives. Owned by the scheduler; nobody else writes its fields,
+    except that `PrefixCache.restore` sets `num_computed` and `cached_tokens` of a sequence handed to it.
+
+    token_ids: prompt and committed output. num_computed: leading tokens whose cache rows are valid.
+    block_table: device block ids, block i holds tokens [i*block_size, (i+1)*block_size). state_slot: -1 when none.
+    prefill_len: tokens to prefill before decoding (the prompt; after preemption also the output so far).
+    """
+
+    seq_id: int
+    request: Request
+    arrival_s: float
+    seed: int
+    token_ids: list[int]
+    prompt_len: int
+    prefill_len: int
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    state_slot: int = -1
+    checkpoints: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+    num_preemptions: int = 0
+    admitted_s: float = 0.0
+    restored_s: float = 0.0
+    first_token_s: float = 0.0
+
+    @property
+    def output_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED

@@ -1,0 +1,31 @@
+"""Settings of the host prefix cache (section `hicache`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hicache.errors import ConfigError
+from hicache.knob import check_knobs, knob
+
+
+@dataclass(frozen=True, slots=True)
+class HiCacheConfig:
+    """Every knob of the host prefix cache. `size_gb` counts GiB per rank, window states included."""
+
+    size_gb: float | str = knob(
+        "auto", "Host cache arena per rank, window states included; 0 turns the cache off.", unit="GiB", ge=0, common=True
+    )
+    state_slots: int = knob(0, "Most window states in the arena; 0 means no cap.", unit="states", ge=0, common=True)
+    min_restore_tokens: int = knob(128, "Shortest prefix worth restoring.", unit="tokens", ge=1)
+    max_restore_bytes_per_step: int = knob(512 * 2**20, "Most bytes restored in one engine step.", unit="bytes", gt=0)
+    store_tail_state: bool = knob(True, "Also keep the window state at the last page end of a prompt (s1).")
+    audit: str = knob("sampled", "Checksums of stored pages.", choices=("off", "sampled", "full"))
+
+    def __post_init__(self) -> None:
+        check_knobs(self, "hicache")
+        if isinstance(self.size_gb, str) and self.size_gb != "auto":
+            raise ConfigError(f"hicache.size_gb is {self.size_gb!r}", hint="a number of GiB, 0 for off, or auto")
+
+    @property
+    def enabled(self) -> bool:
+        return self.size_gb == "auto" or float(self.size_gb) > 0

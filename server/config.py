@@ -1,0 +1,38 @@
+"""Settings of the HTTP front and the process tree (section `server`). Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hicache.knob import check_knobs, knob
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything between a socket and the engine processes."""
+
+    host: str = knob("127.0.0.1", "Address to listen on.", common=True)
+    port: int = knob(8888, "Port to listen on; 0 takes any free one.", ge=0, le=65535, common=True)
+    served_name: str = knob("", "Model name that clients see; empty takes the model's own.", common=True)
+    routing: str = knob("affinity", "How a request finds its rank.", choices=("affinity", "least-loaded"), common=True)
+    api_key_file: str = knob("", "File with one accepted API key per line.")
+    trust_checkpoint_code: bool = knob(False, "Run the checkpoint's encoding.py although its hash is not on the allow list.")
+    default_thinking: bool = knob(True, "Thinking mode when a request does not say.")
+    max_active: int = knob(0, "Most running requests per rank; 0 takes max_num_seqs.", ge=0)
+    max_queue: int = knob(0, "Most waiting requests per rank; 0 takes four times max_active.", ge=0)
+    max_body_bytes: int = knob(32 * 2**20, "Largest request body.", unit="bytes", gt=0)
+    max_tokens_limit: int = knob(393216, "Largest max_tokens a request may ask for.", unit="tokens", gt=0)
+    strict_max_tokens: bool = knob(False, "Refuse max_tokens beyond the context instead of clamping it.")
+    request_timeout_s: float = knob(0.0, "Longest time for one request; 0 means no limit.", unit="s", ge=0)
+    queue_timeout_s: float = knob(600.0, "Longest time a request may wait for its first step.", unit="s", gt=0)
+    ready_timeout_s: float = knob(1800.0, "Longest time until the first token can be generated.", unit="s", gt=0)
+    grace_s: float = knob(30.0, "How long stop waits for running requests.", unit="s", ge=0)
+    hang_timeout_s: float = knob(60.0, "A rank whose step loop does not tick for this long is taken for hung.", unit="s", gt=0)
+    restart: str = knob("on-failure", "What to do when a rank dies.", choices=("on-failure", "never"))
+    rank_header: bool = knob(False, "Answer with X-DeepInfer-Rank.")
+    debug_faults: bool = knob(False, "Offer POST /deepinfer/debug/fault. For tests only.")
+    docs: bool = knob(False, "Serve /docs and /openapi.json.")
+    log_level: str = knob("info", "Least severe lines that reach the log.", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        check_knobs(self, "server")
