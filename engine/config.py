@@ -46,8 +46,12 @@ class EngineConfig:
     num_threads: int | str = knob("auto", "CPU threads of the model; auto is cores / ranks, at least 1.", ge=1)
 
     max_model_len: int | str = knob("auto", "Longest prompt plus output; auto is the checkpoint's limit.", unit="tokens", ge=1, common=True)
-    max_num_seqs: int | str = knob("auto", "Most sequences in one decode step; auto is 256 on GPUs, 32 on CPU.", unit="sequences", ge=1, common=True)
-    max_num_batched_tokens: int | str = knob("auto", "Most tokens in one prefill step; auto is 8192 on GPUs, 512 on CPU.", unit="tokens", ge=1)
+    max_num_seqs: int | str = knob(
+        "auto", "Most sequences in one decode step; auto is 256 on GPUs, 32 on CPU.", unit="sequences", ge=1, common=True
+    )
+    max_num_batched_tokens: int | str = knob(
+        "auto", "Most tokens in one prefill step; auto is 8192 on GPUs, 512 on CPU.", unit="tokens", ge=1
+    )
     chunked_prefill: bool = knob(True, "Split prompts that exceed max_num_batched_tokens.")
     block_size: int = knob(128, "Tokens per cache block; other sizes are for tests.", unit="tokens", ge=1)
     num_blocks: int | str = knob("auto", "Cache blocks, the reserved block 0 included.", unit="blocks", ge=2)
@@ -57,21 +61,37 @@ class EngineConfig:
     stop_preempted_request: bool = knob(False, "End a preempted request with an error instead of recomputing it.")
 
     prefill_attempt_interval: int = knob(
-        70, "Decode steps between prefill attempts when all ranks want one.", unit="steps", ge=1, aliases=("DEEPINFER_PREFILL_ATTEMPT_INTERVAL",)
+        70,
+        "Decode steps between prefill attempts when all ranks want one.",
+        unit="steps",
+        ge=1,
+        aliases=("DEEPINFER_PREFILL_ATTEMPT_INTERVAL",),
     )
     prefill_any_interval: int = knob(
-        100, "Decode steps between prefill attempts when any rank wants one; the server's default is 2.", unit="steps", ge=1, common=True,
+        100,
+        "Decode steps between prefill attempts when any rank wants one; the server's default is 2.",
+        unit="steps",
+        ge=1,
+        common=True,
         aliases=("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL",),
     )
     yoco_mode: str = knob(
-        "off", "Decoder truncation in prefill; the server's default is compact.", choices=tuple(TruncationMode),
+        "off",
+        "Decoder truncation in prefill; the server's default is compact.",
+        choices=tuple(TruncationMode),
         aliases=("DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",),
     )
     yoco_keep_tokens: int = knob(
-        0, "Prompt tokens that decoder layers still see; the server's default is 140, 0 turns truncation off.", unit="tokens", ge=0, common=True,
+        0,
+        "Prompt tokens that decoder layers still see; the server's default is 140, 0 turns truncation off.",
+        unit="tokens",
+        ge=0,
+        common=True,
         aliases=("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",),
     )
-    num_draft_tokens: int = knob(5, "Tokens drafted per step (window rings are sized for it); 0 turns drafting off.", ge=0, aliases=("DEEPINFER_USE_NEXTN_DECODE",))
+    num_draft_tokens: int = knob(
+        5, "Tokens drafted per step (window rings are sized for it); 0 turns drafting off.", ge=0, aliases=("DEEPINFER_USE_NEXTN_DECODE",)
+    )
     batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
     enforce_eager: bool = knob(False, "Never capture graphs or compile.", aliases=("DEEPINFER_ENFORCE_EAGER",))
 
@@ -83,7 +103,8 @@ class EngineConfig:
         check_knobs(self, "engine")
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
-                f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0", hint="--yoco-keep-tokens 140, or --set engine.yoco_mode=off"
+                f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",
+                hint="--yoco-keep-tokens 140, or --set engine.yoco_mode=off",
             )
 
     @property
