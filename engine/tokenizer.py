@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import normalizers
 
 from engine.errors import CheckpointError
 
@@ -131,14 +130,6 @@ class Tokenizer:
         """Text of ids, control spellings included. Bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
-    def raw_token(self, token_id: int) -> str:
-        """The vocabulary's own spelling of an id."""
-        return str(self._backend.id_to_token(token_id))
-
-    def decode_one(self, token_id: int) -> str:
-        """Text of one id as the library's decoder writes it, control tokens kept."""
-        return str(self._backend.decode([token_id], skip_special_tokens=False))
-
 
 class IncrementalDetokenizer:
     """Turns a growing list of ids into text pieces. Every piece is valid Unicode; an unfinished character waits."""
@@ -154,33 +145,6 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """What an unfinished character leaves behind: U+FFFD or nothing. The detokenizer can be used again afterwards."""
         return self._decoder.decode(b"", final=True)
-
-
-def compressed_ids(tokenizer: Tokenizer) -> list[int]:
-    """The n-gram tables' token map: for each id the id of its normalised text, numbered in order of first appearance.
-
-    Source: config key `engram_compressed_vocab_size` counts the distinct values.
-    """
-    # A lone blank survives the stripping as a private character.
-    normalize = normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.NFD(),
-            normalizers.StripAccents(),
-            normalizers.Lowercase(),
-            normalizers.Replace(tokenizers.Regex(r"[ \t\r\n]+"), " "),
-            normalizers.Replace(tokenizers.Regex(r"^ $"), "\ue000"),
-            normalizers.Strip(),
-            normalizers.Replace("\ue000", " "),
-        ]
-    )
-    keys: dict[str, int] = {}
-    result = []
-    for token_id in range(len(tokenizer)):
-        text = tokenizer.decode_one(token_id)
-        key = tokenizer.raw_token(token_id) if "\ufffd" in text else (normalize.normalize_str(text) or text)
-        result.append(keys.setdefault(key, len(keys)))
-    return result
 
 
 @lru_cache(maxsize=1)
