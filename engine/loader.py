@@ -1,0 +1,239 @@
+"""From safetensors files to weights: check names, shapes and dtypes first, then read tensor by tensor.
+
+Also publishes what writes the format: `write_checkpoint`, the encoders and `random_tensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.models.checkpoint_writer import write_checkpoint
+from engine.models.config import ModelConfig
+from engine.models.inventory import Parameter, Storage, StoredTensor, parameters, stored_inventory, stored_tensors
+from engine.models.random_weights import random_tensor, random_tensors
+from engine.ops.weight_formats import (
+    decode_fp4_rows,
+    decode_fp8_blocks,
+    decode_table_rows,
+    encode_fp4_rows,
+    encode_fp8_blocks,
+    encode_table_rows,
+)
+
+__all__ = [
+    "Checkpoint",
+    "RandomWeights",
+    "WeightSource",
+    "encode_fp4_rows",
+    "encode_fp8_blocks",
+    "encode_table_rows",
+    "model_fingerprint",
+    "open_checkpoint",
+    "random_tensors",
+    "write_checkpoint",
+]
+
+Progress = Callable[[str, float], None]
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_NAMED = 5
+# No checkpoint header comes near this; a larger number means the file is not safetensors.
+_MAX_HEADER_BYTES = 2**30
+
+
+class WeightSource(Protocol):
+    """Where a model takes its weights from, one parameter at a time, each exactly once."""
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The parameter `name` at its logical shape, decoded to `dtype`."""
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """A table as stored: e4m3 rows and their scales, or float rows and None. May be memory-mapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a stored tensor is, and under which name the file knows it."""
+
+    file: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """A checked checkpoint directory. `unread` names the text parameters that nobody took yet."""
+
+    def __init__(self, config: ModelConfig, entries: dict[str, _Entry], on_progress: Progress | None = None) -> None:
+        self._quantized = config.quantized
+        self._entries = entries
+        self._parameters = {p.name: p for p in parameters(config) if not p.vision}
+        self.unread = set(self._parameters)
+        self._files: dict[Path, Any] = {}
+        self._on_progress = on_progress
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        parameter = self._take(name)
+        values, *scale = (self._read(t.name) for t in stored_tensors(parameter, self._quantized))
+        if not scale:
+            return values.to(dtype)
+        decode = {Storage.FP8: decode_fp8_blocks, Storage.FP4: decode_fp4_rows, Storage.TABLE: decode_table_rows}
+        return decode[parameter.storage](values, scale[0].view(torch.uint8), dtype)
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        values, *scale = (self._read(t.name) for t in stored_tensors(self._take(name), self._quantized))
+        return values, scale[0].view(torch.uint8) if scale else None
+
+    def _take(self, name: str) -> Parameter:
+        assert name in self.unread, f"{name} is unknown or was read before"
+        self.unread.remove(name)
+        if self._on_progress is not None:
+            self._on_progress("weights", 1 - len(self.unread) / len(self._parameters))
+        return self._parameters[name]
+
+    def _read(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if entry.file not in self._files:
+            self._files[entry.file] = safe_open(str(entry.file), framework="pt").__enter__()
+        return self._files[entry.file].get_tensor(entry.key)
+
+
+class RandomWeights:
+    """A `WeightSource` without files. The values depend on the seed and the parameter's name."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._parameters = {p.name: p for p in parameters(config) if not p.vision}
+        self.unread = set(self._parameters)
+        self._seed = seed
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        assert name in self.unread, f"{name} is unknown or was read before"
+        self.unread.remove(name)
+        return random_tensor(self._parameters[name], self._seed).to(dtype)
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self.tensor(name, torch.bfloat16), None
+
+
+def open_checkpoint(model_dir: Path, config: ModelConfig, on_progress: Progress | None = None) -> Checkpoint:
+    """Find the files of `model_dir` and check every name, shape and dtype against the config. Reads headers only.
+
+    Raises:
+        CheckpointError: no weights, a truncated file, or tensors that are missing, unknown, misshapen or of another dtype.
+    """
+    entries: dict[str, _Entry] = {}
+    for file in checkpoint_files(model_dir):
+        for name, entry in _read_entries(file).items():
+            if name in entries:
+                raise CheckpointError(f"{name} is in {entries[name].file.name} and in {file.name}")
+            entries[name] = entry
+    _check_entries(model_dir, config, entries)
+    return Checkpoint(config, entries, on_progress)
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a directory: those of the index, or the single file.
+
+    Raises:
+        CheckpointError: neither exists, or a shard of the index is missing.
+    """
+    index, single = model_dir / _INDEX, model_dir / _SINGLE
+    if not index.exists():
+        if not single.exists():
+            raise CheckpointError(
+                f"{model_dir} has neither {_INDEX} nor {_SINGLE}", hint="download the weights, or use --load-format dummy"
+            )
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+    missing = [name for name in names if not (model_dir / name).exists()]
+    if missing:
+        raise CheckpointError(f"{len(missing)} of {len(names)} shards are missing: {_some(missing)}", hint="resume the download")
+    return [model_dir / name for name in names]
+
+
+def model_fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0) -> str:
+    """Content digest of a model: config, and name, size and header of every weight file. Not its path. Hex SHA-256."""
+    digest = sha256((model_dir / "config.json").read_bytes())
+    if load_format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    for file in checkpoint_files(model_dir):
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(_raw_header(file))
+    return digest.hexdigest()
+
+
+def _raw_header(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES
+        if length >= _MAX_HEADER_BYTES or 8 + length > size:
+            raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes)", hint="download it again")
+        return stream.read(length)
+
+
+def _read_entries(file: Path) -> dict[str, _Entry]:
+    """Tensors of one file by name without the optional `model.` prefix."""
+    header = _raw_header(file)
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        entries = {key.removeprefix("model."): _Entry(file, key, str(spec["dtype"]), tuple(spec["shape"])) for key, spec in tensors.items()}
+        end = max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} has a damaged safetensors header: {error!r}", hint="download it again") from error
+    expected, size = 8 + len(header) + end, file.stat().st_size
+    if size != expected:
+        what = "truncated" if size < expected else "longer than its header says"
+        raise CheckpointError(f"{file} is {what}: {size} bytes, expected {expected}", hint="download it again")
+    return entries
+
+
+def _check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, _Entry]) -> None:
+    wanted = stored_inventory(config)
+    vision = {t.name for p in parameters(config) if p.vision for t in stored_tensors(p, config.quantized)}
+    if not vision & entries.keys():
+        # A text-only copy of a full checkpoint leaves the whole group out.
+        wanted = {name: t for name, t in wanted.items() if name not in vision}
+    missing = sorted(wanted.keys() - entries.keys())
+    unknown = sorted(entries.keys() - wanted.keys())
+    misfits = list(_misfits(wanted, entries))
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {_some(missing)}")
+    if unknown:
+        problems.append(f"{len(unknown)} unknown: {_some(unknown)}")
+    if misfits:
+        problems.append(f"{len(misfits)} misfits: {_some(misfits)}")
+    if problems:
+        variant = "quantised" if config.quantized else "unquantised"
+        raise CheckpointError(
+            f"{model_dir}: tensors do not match the {variant} config: {'; '.join(problems)}",
+            hint="config.json and the weights come from different checkpoints",
+        )
+
+
+def _misfits(wanted: dict[str, StoredTensor], entries: dict[str, _Entry]) -> Iterable[str]:
+    for name, tensor in wanted.items():
+        entry = entries.get(name)
+        if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            yield f"{name} is {entry.dtype} {list(entry.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
