@@ -1,0 +1,76 @@
+"""What the scheduler asks of a prefix cache, and the cache that stores nothing. `engine/prefix_cache.py` is the real one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.request import Sequence
+
+HOLD = "hold"  # the value of a plan's kind that makes a sequence wait for another one's prefix
+
+
+class PrefixCacheLike(Protocol):
+    """One thread, never blocks. Every sequence handed to `restore` reaches `finish` on every exit path.
+
+    A plan is the cache's own record; the scheduler reads only its `kind`, a string enum: hit, miss or hold.
+    """
+
+    def plan(self, seq: Sequence) -> Any:
+        """Match a sequence without blocks; what matched is pinned until `restore` or `abandon`."""
+
+    def abandon(self, plan: Any) -> None:
+        """The scheduler cannot admit now: unpin, move no counter."""
+
+    def restore(self, seq: Sequence, plan: Any) -> None:
+        """Blocks and state slot are allocated: enqueue the copies, set `num_computed` and (once) `cached_tokens`. Also for a miss."""
+
+    def checkpoints(self, seq: Sequence) -> list[int]:
+        """Ascending positions where a chunk must end."""
+
+    def store_chunk(self, seq: Sequence, start: int, end: int) -> None:
+        """Tokens [start, end) of a prefill were computed."""
+
+    def finish(self, seq: Sequence) -> None:
+        """The sequence leaves its blocks (done, aborted or preempted). Idempotent, called before the blocks are freed."""
+
+    def reset(self) -> None:
+        """Forget everything stored."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    kind: str = "miss"
+
+
+class NoPrefixCache:
+    """Misses always; the twin that tests compare the real cache with."""
+
+    _plan = NoPlan()
+
+    def plan(self, seq: Sequence) -> NoPlan:
+        return self._plan
+
+    def abandon(self, plan: Any) -> None:
+        return None
+
+    def restore(self, seq: Sequence, plan: Any) -> None:
+        if seq.cached_tokens is None:
+            seq.cached_tokens = 0
+
+    def checkpoints(self, seq: Sequence) -> list[int]:
+        return []
+
+    def store_chunk(self, seq: Sequence, start: int, end: int) -> None:
+        return None
+
+    def finish(self, seq: Sequence) -> None:
+        return None
+
+    def reset(self) -> None:
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,108 @@
+"""Groups of ranks that step together, and the one host collective that keeps them together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+from engine.errors import MachineError
+
+
+class GroupError(MachineError):
+    """A peer died, hung or cannot be reached. The rank must give up: lockstep cannot go on without it."""
+
+
+class Group(Protocol):
+    """Ranks 0 .. size-1 in lockstep: every rank makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def max(self, values: list[int]) -> list[int]:
+        """Element-wise maximum over the group; values fit in 63 bits.
+
+        Raises:
+            GroupError: a peer is gone or did not answer in time.
+        """
+
+    def close(self) -> None: ...
+
+
+class SoloGroup:
+    """A group of one; nothing to wait for."""
+
+    rank = 0
+    size = 1
+
+    def max(self, values: list[int]) -> list[int]:
+        return values
+
+    def close(self) -> None:
+        return None
+
+
+class GlooGroup:
+    """Ranks in separate processes over gloo. Rendezvous by a shared file, or by a store at host:port that rank 0 serves.
+
+    A dead peer closes its connection and is noticed at once; a peer that hangs is noticed after `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        init_file: str | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        timeout_s: float = 45.0,
+    ) -> None:
+        """Blocks until all ranks have arrived.
+
+        Raises:
+            GroupError: a peer does not arrive within `timeout_s`.
+        """
+        import torch.distributed as dist  # here, so that the protocol above is usable without loading torch
+
+        assert (init_file is None) != (port is None), "name either a rendezvous file or a port"
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._open = False
+        timeout = timedelta(seconds=timeout_s)
+        url = f"file://{init_file}" if init_file is not None else f"tcp://{host}:{port}"
+        try:
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size, timeout=timeout)
+            self._open = True
+            self.max([0])  # connections are made lazily: fail here rather than in the first step
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(
+                f"rank {rank} of {size} could not join its group at {url}: {_first_line(error)}",
+                hint=f"all ranks must start within {timeout_s:g} s and use the same address",
+            ) from error
+
+    def max(self, values: list[int]) -> list[int]:
+        import torch
+        import torch.distributed as dist
+
+        packed = torch.tensor(values, dtype=torch.int64)
+        try:
+            dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(
+                f"rank {self.rank} of {self.size} lost a peer: {_first_line(error)}",
+                hint=f"a rank died or did not answer for {self.timeout_s:g} s; see the other ranks' logs, then restart the group",
+            ) from error
+        return packed.tolist()
+
+    def close(self) -> None:
+        """Leave the group. Calling it twice is harmless."""
+        if self._open:
+            import torch.distributed as dist
+
+            self._open = False
+            dist.destroy_process_group()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,228 @@
+"""One rank's engine: scheduler, model, cache and sampler, driven one step at a time by its owner."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.batch import Batch
+from engine.cache_contract import NoPrefixCache, PrefixCacheLike
+from engine.config import EngineConfig
+from engine.distributed import Group, SoloGroup
+from engine.errors import ConfigError, RequestError
+from engine.metrics import rank_record
+from engine.prefill_gate import PrefillGate
+from engine.request import Output, Request, Sequence
+from engine.sampler import Sampler
+from engine.scheduler import Sampled, Scheduler, SchedulerLimits
+from hicache.config import HiCacheConfig
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for."""
+
+    limits: Any
+    kv: Any
+
+    def run(self, batch: Batch) -> Any: ...
+
+
+class Engine:
+    """Requests in, outputs out. One thread calls all methods; with several ranks every rank keeps calling `step`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        hicache: HiCacheConfig,
+        group: Group | None = None,
+        *,
+        runner: Runner | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Load the model unless a runner is given, build the prefix cache unless it is off.
+
+        Raises:
+            ConfigError, CheckpointError, NotEnoughMemory: with the remedy in the message.
+        """
+        if config.ep > 1:
+            raise ConfigError(f"engine.ep is {config.ep}", hint="every rank holds all experts in this version: --ep 1")
+        self.group: Group = SoloGroup() if group is None else group
+        self.config = config
+        self.clock = clock
+        self.runner = _load_runner(config, on_progress) if runner is None else runner
+        self.limits = self.runner.limits
+        self.cache: PrefixCacheLike = _build_cache(hicache, self.runner, config.dp) or NoPrefixCache()
+        self.idle = False
+        self._steps = 0
+        self._next_seq_id = 0
+        self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
+        self._poison_next = False
+        gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
+        limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size)
+        self.scheduler = Scheduler(limits, gate, self.cache, clock)
+        self.sampler = Sampler(_num_tokens(config.model, self.limits.vocab_size), limits.eos_token_ids)
+
+    # ---- requests
+
+    def check_request(self, request: Request) -> None:
+        """Whether a request can be served at all.
+
+        Raises:
+            RequestError: empty or too long prompt, token id or bias id outside the vocabulary, id of a live request.
+        """
+        prompt = request.prompt_token_ids
+        vocab_size = self.limits.vocab_size
+        if not prompt:
+            raise RequestError("the prompt has no tokens", hint="send at least one token")
+        if len(prompt) > self.limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the limit is {self.limits.max_model_len}",
+                hint="shorten the prompt or raise --max-model-len",
+            )
+        for what, ids in (
+            ("token id", prompt),
+            ("logit_bias id", request.params.logit_bias),
+            ("stop token id", request.params.stop_token_ids),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                bad = next(i for i in ids if not 0 <= i < vocab_size)
+                raise RequestError(f"{what} {bad} is outside the vocabulary", hint=f"ids are 0 to {vocab_size - 1}")
+        if request.request_id in self.scheduler:
+            raise RequestError(f"request id {request.request_id!r} is in use", hint="give every request its own id")
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; its outputs come from `step`.
+
+        Raises:
+            RequestError: see `check_request`.
+        """
+        self.check_request(request)
+        seed = request.params.seed
+        prompt_len = len(request.prompt_token_ids)
+        self.scheduler.add(
+            Sequence(
+                seq_id=self._next_seq_id,
+                request=request,
+                arrival_s=self.clock(),
+                seed=(self._seeds.getrandbits(64) if seed is None else seed) & (2**64 - 1),
+                token_ids=list(request.prompt_token_ids),
+                prompt_len=prompt_len,
+                prefill_len=prompt_len,
+            )
+        )
+        self._next_seq_id += 1
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is. Its final output, reason ABORT, comes with the next step; unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+
+    # ---- the loop
+
+    def step(self) -> list[Output]:
+        """One iteration in lockstep with the group. Sets `idle` when nobody had work and no step was taken.
+
+        Raises:
+            GroupError: a peer is gone. Other exceptions of the model end the rank as well; its owner fails the open requests.
+        """
+        step = self.scheduler.schedule()
+        self.idle = step.idle
+        outputs = self.scheduler.take_finals()
+        if step.idle:
+            return outputs
+        self._steps += 1
+        # Without shared experts the forward has no collective, so a rank without work has nothing to take part in
+        # beyond the vote; with shared experts it would have to join their exchanges with a placeholder row.
+        if not step.seqs:
+            return outputs
+        logits = self.runner.run(step.batch)
+        if self._poison_next and step.rows:
+            self._poison_next = False
+            logits[0] = float("nan")
+        sampled = self.sampler(logits, step.rows) if step.rows else Sampled([])
+        outputs.extend(self.scheduler.commit(step, sampled))
+        return outputs
+
+    # ---- control
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all stored prefixes; running sequences keep what they restored."""
+        self.cache.reset()
+
+    def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None:
+        """Change the intervals of the whole group. The change travels with the next vote, so all ranks take it in the same step.
+
+        Raises:
+            ConfigError: an interval below 1.
+        """
+        self.scheduler.gate.propose(attempt, any_)
+
+    def stats(self) -> dict[str, Any]:
+        """This rank's figures: see `engine/metrics.py`. Numbers only."""
+        return rank_record(self.scheduler, self._steps, self.cache.stats())
+
+    def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]:
+        """Break something on purpose: "flip" bytes of a stored page, or make one row of the next logits "nan".
+
+        where: which page and bytes, see `PrefixCache.inject_fault`. Returns what was broken.
+
+        Raises:
+            RequestError: unknown kind, or no host cache to break.
+            ConfigError: nothing is stored yet, or the place does not exist.
+        """
+        if kind == "nan":
+            self._poison_next = True
+            return {"kind": kind}
+        inject = getattr(self.cache, "inject_fault", None)
+        if kind != "flip" or inject is None:
+            raise RequestError(f"fault {kind!r} is not possible here", hint="flip (with a host cache) or nan")
+        detail: dict[str, Any] = inject(kind, **where)
+        return detail
+
+    def close(self) -> None:
+        """Leave the group. Open requests get no output; calling it twice is harmless."""
+        self.group.close()
+
+
+def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None] | None) -> Runner:
+    from engine.model_runner import ModelRunner  # torch and the model load only when a model is wanted
+
+    return ModelRunner(config, on_progress=on_progress)
+
+
+def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int) -> PrefixCacheLike | None:
+    if not hicache.enabled:
+        return None
+    from engine.prefix_cache import build_prefix_cache
+
+    return build_prefix_cache(hicache, runner.kv, runner.limits, ranks)
+
+
+def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int) -> SchedulerLimits:
+    eos = limits.eos_token_id
+    return SchedulerLimits(
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        num_blocks=limits.num_blocks,
+        num_state_slots=limits.num_state_slots,
+        block_size=block_size,
+        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        history_len=limits.ngram_history,
+        chunked_prefill=config.chunked_prefill,
+        stop_preempted_request=config.stop_preempted_request,
+    )
+
+
+def _num_tokens(model_dir: str, vocab_size: int) -> int:
+    """Ids that the tokenizer can turn into text: one more than its largest id. Without a tokenizer file, the vocabulary."""
+    path = Path(model_dir) / "tokenizer.json"
+    if not model_dir or not path.is_file():
+        return vocab_size
+    content = json.loads(path.read_text(encoding="utf-8"))
+    ids = list(content["model"]["vocab"].values()) + [token["id"] for token in content.get("added_tokens", [])]
+    return min(vocab_size, max(ids) + 1)

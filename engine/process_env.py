@@ -1,0 +1,47 @@
+"""Variables that third-party libraries read when they load. Call `prepare_process` before torch is imported."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity mask, cut by the cgroup's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = min(cores, max(1, math.ceil(int(limit) / int(period))))
+    return cores
+
+
+def resolve_threads(num_threads: int | str, ranks: int) -> int:
+    """The setting `engine.num_threads`: a number, or "auto" = cores / ranks, at least 1."""
+    return max(1, available_cores() // ranks) if isinstance(num_threads, str) else num_threads
+
+
+def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback: bool = True) -> dict[str, str]:
+    """Set thread counts and, for ranks of one host, the loop-back interface of gloo. Variables that the user has set win.
+
+    Returns the variables that were set here. With torch already loaded only its thread count can still change.
+    """
+    threads = resolve_threads(num_threads, ranks)
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",  # its thread pool does not survive a fork and competes with the model
+    }
+    if loopback:
+        # Otherwise gloo resolves the host name, which fails or leaves the machine in many containers.
+        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    changed = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(changed)
+    log.debug("process environment: %s", changed)
+    return changed
