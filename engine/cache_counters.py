@@ -1,0 +1,87 @@
+"""Counters of the prefix cache: in tokens, once per request, moved at successful admission and at commit only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import Sequence
+from hicache.policy import Miss
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Cumulative since start. A request that bypasses the lookup is in no denominator."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    resume_tokens: int = 0
+    stores: int = 0
+    store_tokens: int = 0
+    restore_bytes: int = 0
+    restore_seconds: float = 0.0
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+    checksum_errors: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    store_skipped: Counter[str] = field(default_factory=Counter)
+    states_written: Counter[str] = field(default_factory=Counter)
+    state_hits: Counter[str] = field(default_factory=Counter)
+
+    def admitted(self, seq: Sequence, tokens: int, reason: str) -> None:
+        """A sequence starts with `tokens` restored. Only its first admission counts as a lookup."""
+        if seq.cached_tokens is not None:
+            self.resume_tokens += tokens
+            return
+        if reason == Miss.BYPASS:
+            self.misses[reason] += 1
+            return
+        self.lookups += 1
+        self.lookup_tokens += seq.prompt_len
+        self.hit_tokens += tokens
+        if tokens:
+            self.hits += 1
+            self.state_hits[reason] += 1
+        else:
+            self.misses[reason] += 1
+
+    def restored(self, num_bytes: int, seconds: float) -> None:
+        self.restore_bytes += num_bytes
+        self.restore_seconds += seconds
+
+    def stored(self, num_pages: int, page_tokens: int, page_bytes: int, skipped: int) -> None:
+        self.stores += num_pages
+        self.store_tokens += num_pages * page_tokens
+        self.store_bytes += num_pages * page_bytes
+        if skipped:
+            self.store_skipped["pinned"] += skipped
+
+    def leaves(self) -> dict[str, Any]:
+        """The counters by their metric names."""
+        no_tier = {"hit_tokens_total": 0, "store_tokens_total": 0, "tokens_used": 0}
+        return {
+            "lookups_total": self.lookups,
+            "lookup_tokens_total": self.lookup_tokens,
+            "hits_total": self.hits,
+            "hit_tokens_total": self.hit_tokens,
+            "stores_total": self.stores,
+            "store_tokens_total": self.store_tokens,
+            "tiers": {
+                "device": dict(no_tier),
+                "host": {"hit_tokens_total": self.hit_tokens, "store_tokens_total": self.store_tokens, "tokens_used": 0},
+                "disk": dict(no_tier),
+            },
+            "resume_tokens_total": self.resume_tokens,
+            "restore_bytes_total": self.restore_bytes,
+            "restore_seconds_total": self.restore_seconds,
+            "store_bytes_total": self.store_bytes,
+            "store_seconds_total": self.store_seconds,
+            "checksum_errors_total": self.checksum_errors,
+            "miss_total": {reason.value: self.misses[reason.value] for reason in Miss},
+            "store_skipped_total": dict(self.store_skipped),
+            "states_written_total": dict(self.states_written),
+            "state_hits_total": dict(self.state_hits),
+        }

@@ -1,0 +1,123 @@
+"""Pool and index together: matched paths, room for new entries, eviction. Knows frames and keys, never bytes or sequences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hicache.host_pool import FramePool, Owner
+from hicache.index import NONE, PrefixIndex, StateReason
+from hicache.policy import Victim, superseded, victim
+
+
+class HostCache:
+    """What is stored, in frames. One thread; every call is O(its own pages), eviction O(1) per entry.
+
+    frames_per_state: frames that one window state fills. max_states: most states, 0 = no cap.
+    """
+
+    def __init__(self, num_frames: int, page_tokens: int, frames_per_state: int, max_states: int = 0) -> None:
+        assert frames_per_state > 0, f"frames_per_state is {frames_per_state}"
+        self.page_tokens, self.frames_per_state, self.max_states = page_tokens, frames_per_state, max_states
+        self.pool, self.index = FramePool(num_frames), PrefixIndex(num_frames)
+        self.evicted_pages = 0
+        self.evicted_frames: Counter[str] = Counter()
+
+    def make_room(self, count: int) -> bool:
+        """Evict until `count` frames are free. False when too little is evictable; what was evicted stays evicted."""
+        while self.pool.num_free < count:
+            if self._evict_one() is Victim.NOTHING:
+                return False
+        return True
+
+    def _evict_one(self) -> Victim:
+        index = self.index
+        full_worth = self.frames_per_state * self.page_tokens
+        page, state, worth = index.oldest_page(), index.oldest_state(), 0
+        while state != NONE:
+            worth = index.worth(state, self.frames_per_state)
+            if worth < full_worth:
+                break
+            index.unlist_state(state)  # it saves more than its memory costs: it leaves with its page
+            state = index.oldest_state()
+        page_age = index.clock - index.stamp[page] if page != NONE else None
+        state_age = index.clock - index.stamp[state] if state != NONE else None
+        choice = victim(page_age, state_age, worth, full_worth)
+        if choice is Victim.PAGE:
+            self.remove_page(page)
+        elif choice is Victim.STATE:
+            self.remove_state(state, "lru")
+        return choice
+
+    def remove_page(self, page: int) -> None:
+        """Evict a leaf page together with its state."""
+        frames = self.index.evict_page(page)
+        self.evicted_pages += 1
+        self.evicted_frames["page/lru"] += 1
+        self.evicted_frames["state/page"] += len(frames) - 1
+        self.pool.free(frames)
+
+    def remove_state(self, state: int, why: str) -> None:
+        """Evict a state; its page stays."""
+        frames = self.index.evict_state(state)
+        self.evicted_frames[f"state/{why}"] += len(frames)
+        self.pool.free(frames)
+
+    def unpin(self, path: Sequence[int]) -> None:
+        self.pool.free(self.index.unpin(path))
+
+    def drop(self, page: int) -> None:
+        """Forget a page whose bytes are wrong, and everything below it."""
+        before = len(self.index)
+        self.pool.free(self.index.drop(page))
+        self.evicted_pages += before - len(self.index)
+
+    def room_for_state(self, path: Sequence[int], *, evict: bool) -> bool:
+        """Make room for one state at the end of `path`: free frames, then states that later prefills of this path superseded, then,
+        with `evict`, other entries. False when the cap of states or the lack of frames forbids it."""
+        need = self.frames_per_state
+        if self.pool.num_free < need or self._at_cap():
+            self._thin(path)
+        if self._at_cap() and not (evict and self._evict_oldest_state()):
+            return False
+        return self.pool.num_free >= need or (evict and self.make_room(need))
+
+    def _at_cap(self) -> bool:
+        return self.max_states > 0 and self.index.num_states >= self.max_states
+
+    def _evict_oldest_state(self) -> bool:
+        state = self.index.oldest_state()
+        if state != NONE:
+            self.remove_state(state, "cap")
+        return state != NONE
+
+    def _thin(self, path: Sequence[int]) -> None:
+        index = self.index
+        states = index.states_on(path)
+        for position in superseded([(index.position[s], StateReason(index.reason[s])) for s in states]):
+            if index.ref[states[position]] == 0:
+                self.remove_state(states[position], "superseded")
+
+    def check(self) -> None:
+        """Assert every invariant that can be seen from outside. For tests: O(entries)."""
+        pool, index = self.pool, self.index
+        held = {owner: pool.count(owner) for owner in Owner}
+        assert sum(held.values()) == pool.num_frames, f"frames do not add up: {held}"
+        pages = set(index.frames_by_key.values())
+        assert len(pages) == len(index)
+        assert all(pool.owner(p) is Owner.PAGE for p in pages)
+        states = [index.state_of[p] for p in pages if index.state_of[p] != NONE]
+        frames = [f for s in states for f in index.state_frames(s)]
+        assert len(set(frames)) == len(frames)
+        assert all(pool.owner(f) is Owner.STATE for f in frames)
+        children: Counter[int] = Counter()
+        for page in pages:
+            parent = index.parent[page]
+            children[parent] += parent != NONE
+            assert parent == NONE or parent in pages, f"page {page} lost its parent {parent}"
+            assert parent == NONE or index.ref[parent] >= index.ref[page], f"page {page} is pinned more often than its parent"
+        assert all(index.num_children[p] == children[p] for p in pages)
+        listed = list(index.by_recency())
+        assert set(listed) == {p for p in pages if index.ref[p] == 0}
+        rank = {page: i for i, page in enumerate(listed)}
+        assert all(rank[p] < rank.get(index.parent[p], len(listed)) for p in listed), "a page is more recent than its parent"

@@ -1,0 +1,124 @@
+"""The host arena: one mapping cut into equal frames, and the stack of free ones.
+
+A page takes one frame, a window state any few; so no split between them has to be guessed, and the arena never fragments.
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from hicache.errors import MachineError
+
+FRAME_ALIGNMENT = 4096  # O_DIRECT and page granularity
+POISON = 0xA5
+
+
+def frame_bytes_for(row_bytes: int) -> int:
+    """Bytes of a frame that carries one device block of `row_bytes`."""
+    return -(-row_bytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
+class HostArena:
+    """One anonymous mapping as `rows`: [num_frames, frame_bytes] uint8. Memory is touched on first use, so RSS follows the load.
+
+    Raises:
+        MachineError: the mapping is refused.
+    """
+
+    def __init__(self, num_frames: int, frame_bytes: int) -> None:
+        assert num_frames > 0, f"{num_frames=}"
+        assert frame_bytes % FRAME_ALIGNMENT == 0, f"{frame_bytes=}"
+        self.num_frames, self.frame_bytes = num_frames, frame_bytes
+        try:
+            self.mapping = mmap.mmap(-1, num_frames * frame_bytes)
+        except (OSError, ValueError) as error:
+            raise MachineError(
+                f"cannot map {num_frames * frame_bytes / 2**30:.2f} GiB for the host cache: {error}", hint="lower --hicache-size-gb"
+            ) from error
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.mapping.madvise(mmap.MADV_DONTFORK)
+        self.rows: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8).view(num_frames, frame_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_frames * self.frame_bytes
+
+    @property
+    def memory(self) -> memoryview:
+        """The arena's bytes, without copying."""
+        return memoryview(self.mapping)
+
+    def poison(self, frames: Sequence[int]) -> None:
+        """Fill frames with a pattern that no cache row contains, so that a read of a freed frame shows."""
+        self.rows[torch.tensor(list(frames), dtype=torch.int64)] = POISON
+
+
+class Owner(IntEnum):
+    """Who holds a frame. RESERVED frames are being written and invisible to every lookup."""
+
+    FREE = 0
+    RESERVED = 1
+    PAGE = 2
+    STATE = 3
+
+
+class FramePool:
+    """Which frames are free, and what the others hold. A stack, so that recently used memory is used again first.
+
+    Every frame has exactly one owner. Raises AssertionError on double allocation and double free.
+    """
+
+    def __init__(self, num_frames: int) -> None:
+        self.num_frames = num_frames
+        self._free = array("i", range(num_frames - 1, -1, -1))
+        self._owner = bytearray(num_frames)
+        self._held = [0, 0, 0, 0]  # frames per owner, FREE unused
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def count(self, owner: Owner) -> int:
+        """Frames held by `owner`."""
+        return len(self._free) if owner is Owner.FREE else self._held[owner]
+
+    def owner(self, frame: int) -> Owner:
+        return Owner(self._owner[frame])
+
+    def take(self, count: int) -> list[int]:
+        """`count` free frames, now RESERVED. The caller made sure that there are enough."""
+        assert 0 <= count <= len(self._free), f"took {count} of {len(self._free)} free frames"
+        start = len(self._free) - count
+        frames = self._free[start:].tolist()
+        del self._free[start:]
+        owners = self._owner
+        for frame in frames:
+            assert owners[frame] == Owner.FREE, f"frame {frame} is allocated twice"
+            owners[frame] = Owner.RESERVED
+        self._held[Owner.RESERVED] += count
+        return frames
+
+    def assign(self, frames: Sequence[int], owner: Owner) -> None:
+        """RESERVED frames become part of a page or a state."""
+        owners = self._owner
+        for frame in frames:
+            assert owners[frame] == Owner.RESERVED, f"frame {frame} is {Owner(owners[frame]).name}, not RESERVED"
+            owners[frame] = owner
+        self._held[Owner.RESERVED] -= len(frames)
+        self._held[owner] += len(frames)
+
+    def free(self, frames: Sequence[int]) -> None:
+        """Give frames back, whatever they held."""
+        owners, held = self._owner, self._held
+        for frame in frames:
+            owner = owners[frame]
+            assert owner != Owner.FREE, f"frame {frame} is freed twice"
+            held[owner] -= 1
+            owners[frame] = Owner.FREE
+            self._free.append(frame)

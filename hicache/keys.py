@@ -1,0 +1,98 @@
+"""Page keys: a SHA-256 chain over token ids, rooted in everything that decides the stored bytes.
+
+A key is a pure function of the root and the tokens, so equal prefixes meet, and nothing a client sends besides tokens and its
+salt can reach a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+
+SCHEMA = 1  # bumped when the construction below changes
+
+
+def lp(data: bytes) -> bytes:
+    """`data` with its u32 little-endian length in front, so that adjacent fields cannot run into each other."""
+    return len(data).to_bytes(4, "little") + data
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as u32 little endian."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class KeySpace:
+    """Roots of one model in one cache format. Keys of different spaces, tenants or epochs never meet.
+
+    fingerprint: digest of config and weights. kv_format: layout of a page and of a state. numerics: bumped by hand when a kernel
+    changes stored values. adapter: content digest of an adapter. secret: per-server bytes that make keys unpredictable.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        kv_format: str,
+        page_tokens: int,
+        *,
+        numerics: str = "1",
+        adapter: str = "",
+        secret: bytes = b"",
+    ) -> None:
+        assert page_tokens > 0, f"page_tokens is {page_tokens}"
+        self.page_tokens = page_tokens
+        self.epoch = 0
+        self._base = hashlib.sha256(
+            b"hicache\0"
+            + SCHEMA.to_bytes(4, "little")
+            + lp(fingerprint.encode())
+            + lp(kv_format.encode())
+            + page_tokens.to_bytes(4, "little")
+            + lp(numerics.encode())
+            + lp(adapter.encode())
+            + lp(secret)
+        ).digest()
+        self._secret = secret
+        self._root = self._make_root()
+
+    def _make_root(self) -> bytes:
+        return hashlib.sha256(self._base + self.epoch.to_bytes(8, "little")).digest()
+
+    def reset(self) -> None:
+        """Forget everything in O(1): keys made from now on match no earlier one."""
+        self.epoch += 1
+        self._root = self._make_root()
+
+    def tenant_root(self, salt: str) -> bytes:
+        """The chain's start for one tenant. An empty salt is the public tenant."""
+        return hashlib.sha256(self._root + lp(salt.encode())).digest()
+
+    def derive_salt(self, key_id: str, field: str = "") -> str:
+        """The salt of an API key; a client's own `field` is added to it and never replaces it."""
+        mac = hmac.new(self._secret, lp(key_id.encode()) + lp(field.encode()), hashlib.sha256)
+        return mac.hexdigest()
+
+    def page_keys(self, tokens: Sequence[int], salt: str = "", extras: Mapping[int, bytes] | None = None) -> list[bytes]:
+        """32-byte keys of all full pages of `tokens`, in order.
+
+        extras: page index -> bytes that also decide the page (image digests); every page that an image overlaps needs them.
+        """
+        count = len(tokens) // self.page_tokens
+        data = memoryview(token_bytes(tokens[: count * self.page_tokens]))
+        step = 4 * self.page_tokens
+        key, sha256 = self.tenant_root(salt), hashlib.sha256
+        keys: list[bytes] = []
+        for index in range(count):
+            chain = sha256(key)
+            chain.update(data[index * step : (index + 1) * step])
+            if extras and index in extras:
+                chain.update(extras[index])
+            key = chain.digest()
+            keys.append(key)
+        return keys

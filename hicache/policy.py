@@ -1,0 +1,82 @@
+"""Where to keep window states, where a prompt may resume, and whom to evict. Pure functions of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from hicache.index import StateReason
+
+
+class Miss(StrEnum):
+    """Why a request restored nothing."""
+
+    BYPASS = "bypass"  # the request asked for no lookup
+    SHORT = "short"  # too short to keep its last tokens and still resume
+    NO_PAGE = "no_page"  # nothing of it is stored
+    NO_STATE = "no_state"  # pages are stored, but no state among them
+    KEEP_CAP = "keep_cap"  # the only states lie inside the tokens that must be recomputed
+    AUDIT = "audit"  # stored bytes failed their checksum
+
+
+class Victim(StrEnum):
+    """What an eviction removes."""
+
+    PAGE = "page"
+    STATE = "state"
+    NOTHING = "nothing"
+
+
+def align_down(tokens: int, page_tokens: int) -> int:
+    """The last page end at or before `tokens`; 0 for negative values."""
+    return max(0, tokens) // page_tokens * page_tokens
+
+
+def restore_cap(num_tokens: int, keep_tokens: int, page_tokens: int) -> int:
+    """The deepest position at which a prompt of `num_tokens` may resume: its last `keep_tokens` are always recomputed.
+
+    Source: decoder truncation rebuilds the decoder windows from exactly these tokens.
+    """
+    return align_down(num_tokens - max(keep_tokens, 1), page_tokens)
+
+
+def resend_position(num_tokens: int, keep_tokens: int, page_tokens: int) -> int:
+    """s0: where an identical prompt may resume. Mandatory: without it a resend recomputes everything."""
+    return restore_cap(num_tokens, keep_tokens, page_tokens)
+
+
+def tail_position(num_tokens: int, page_tokens: int) -> int:
+    """s1: the last page end inside a prompt. Saves up to `keep_tokens` more once the prompt has grown by that much."""
+    return align_down(num_tokens - 1, page_tokens)
+
+
+def prefill_states(num_tokens: int, keep_tokens: int, page_tokens: int) -> list[tuple[int, StateReason]]:
+    """(position, reason) of the states to keep at the end of a prefill, the indispensable one first."""
+    resend, tail = resend_position(num_tokens, keep_tokens, page_tokens), tail_position(num_tokens, page_tokens)
+    states = [(resend, StateReason.RESEND)] if resend > 0 else []
+    if tail > max(resend, 0):
+        states.append((tail, StateReason.TAIL))
+    return states
+
+
+def superseded(states: Sequence[tuple[int, StateReason]]) -> list[int]:
+    """Which (position, reason) of a path, shallowest first, later prefills made dispensable: all but the last two `RESEND`, all but
+    the last `TAIL`. Returns indices. They are given up only when frames are short, since an older prompt may still come back.
+    """
+    resends = [i for i, (_, reason) in enumerate(states) if reason is StateReason.RESEND]
+    tails = [i for i, (_, reason) in enumerate(states) if reason is StateReason.TAIL]
+    return sorted(resends[:-2] + tails[:-1])
+
+
+def victim(page_age: int | None, state_age: int | None, state_worth: int, full_worth: int) -> Victim:
+    """Which of the two least recent entries goes: a leaf page, or a state that saves `state_worth` tokens.
+
+    Ages in ticks of the index clock, None when there is no such entry. `full_worth`: tokens that a state's memory would hold as
+    pages. A state of that worth is never evicted alone; a cheaper one counts as older in proportion.
+    """
+    cheap = state_age is not None and state_worth < full_worth
+    if page_age is None:
+        return Victim.STATE if cheap else Victim.NOTHING
+    if cheap and state_age is not None and state_age * full_worth > page_age * state_worth:
+        return Victim.STATE
+    return Victim.PAGE

@@ -1,0 +1,57 @@
+"""Frames: one owner each, and memory only where it was touched."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from hicache.host_pool import POISON, FramePool, HostArena, Owner, frame_bytes_for
+
+
+def test_frame_is_the_row_rounded_up_to_four_kib() -> None:
+    assert [frame_bytes_for(n) for n in (1, 4096, 4097, 114_048)] == [4096, 4096, 8192, 114_688]
+
+
+def test_arena_takes_no_memory_before_it_is_touched() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    arena = HostArena(2**16, 4096)
+    assert arena.num_bytes == 2**28
+    arena.rows[0].fill_(1)
+    assert process.memory_info().rss - before < 2**26
+
+
+def test_arena_rows_and_memory_are_the_same_bytes() -> None:
+    arena = HostArena(3, 4096)
+    arena.rows[1, 5] = 77
+    assert arena.memory[4096 + 5] == 77
+    arena.poison([1])
+    assert set(arena.rows[1].tolist()) == {POISON}
+    assert not arena.rows[2].any()
+
+
+def test_frames_come_back_last_in_first_out() -> None:
+    pool = FramePool(4)
+    assert sorted(pool.take(2)) == [0, 1]
+    pool.free([0])
+    assert pool.take(1) == [0]
+
+
+def test_double_free_and_taking_too_many_are_caught() -> None:
+    pool = FramePool(2)
+    frames = pool.take(1)
+    pool.free(frames)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(frames)
+    with pytest.raises(AssertionError, match="took 3 of 2"):
+        pool.take(3)
+
+
+def test_frame_can_be_assigned_once_after_its_reservation() -> None:
+    pool = FramePool(2)
+    frames = pool.take(2)
+    assert pool.count(Owner.RESERVED) == 2
+    pool.assign(frames[:1], Owner.PAGE)
+    with pytest.raises(AssertionError, match="not RESERVED"):
+        pool.assign(frames[:1], Owner.STATE)
+    assert {o: pool.count(o) for o in Owner} == {Owner.FREE: 0, Owner.RESERVED: 1, Owner.PAGE: 1, Owner.STATE: 0}

@@ -1,0 +1,287 @@
+"""The index against a naive dictionary model, its cost in memory, and its single operations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hicache.host_cache import HostCache
+from hicache.index import NONE, PrefixIndex, StateReason
+from hicache.keys import KeySpace
+from hicache.policy import Victim, victim
+from hicache.reservation import NewPage, PageReservation, StateReservation
+
+PAGE, STATE_FRAMES = 1, 3
+
+
+class NaiveCache:
+    """Prefixes in dictionaries; every question is answered by a scan."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.num_frames, self.clock, self.order = num_frames, 0, 0
+        self.pages: dict[tuple[int, ...], list[int]] = {}  # prefix -> [clock stamp, recency order]
+        self.states: dict[tuple[int, ...], list[int]] = {}
+        self.unlisted: set[tuple[int, ...]] = set()
+        self.pins: dict[tuple[int, ...], int] = {}
+
+    @property
+    def free(self) -> int:
+        return self.num_frames - len(self.pages) - STATE_FRAMES * len(self.states)
+
+    def match(self, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+        path = []
+        for end in range(1, len(tokens) + 1):
+            if tokens[:end] not in self.pages:
+                break
+            path.append(tokens[:end])
+        return path
+
+    def pin(self, path: list[tuple[int, ...]]) -> None:
+        for page in path:
+            self.pins[page] = self.pins.get(page, 0) + 1
+
+    def unpin(self, path: list[tuple[int, ...]]) -> None:
+        self.clock += 1
+        for page in reversed(path):
+            self.pins[page] -= 1
+            if not self.pins[page]:
+                self.order += 1
+                self.pages[page] = [self.clock, self.order]
+
+    def touch_state(self, state: tuple[int, ...]) -> None:
+        self.clock, self.order = self.clock + 1, self.order + 1
+        self.states[state] = [self.clock, self.order]
+        self.unlisted.discard(state)
+
+    def worth(self, state: tuple[int, ...]) -> int:
+        shallower = [s for s in self.states if len(s) < len(state) and state[: len(s)] == s]
+        return len(state) - max(map(len, shallower), default=0)
+
+    def evict_one(self) -> bool:
+        loose = [p for p in self.pages if not self.pins.get(p)]
+        page = min(loose, key=lambda p: self.pages[p][1], default=None)
+        assert page is None or not any(q[: len(page)] == page and q != page for q in self.pages), "the oldest page is no leaf"
+        for state in sorted(self.states, key=lambda s: self.states[s][1]):
+            if state not in self.unlisted and self.worth(state) >= STATE_FRAMES:
+                self.unlisted.add(state)
+            elif state not in self.unlisted:
+                break
+        else:
+            state = None
+        choice = victim(
+            self.clock - self.pages[page][0] if page else None,
+            self.clock - self.states[state][0] if state else None,
+            self.worth(state) if state else 0,
+            STATE_FRAMES,
+        )
+        if choice is Victim.PAGE and page:
+            del self.pages[page]
+            self.states.pop(page, None)
+            self.unlisted.discard(page)
+        elif choice is Victim.STATE and state:
+            del self.states[state]
+        return choice is not Victim.NOTHING
+
+    def make_room(self, count: int) -> bool:
+        while self.free < count:
+            if not self.evict_one():
+                return False
+        return True
+
+
+class Twins:
+    """The real cache and the naive one, driven by the same operations."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.real, self.naive = HostCache(num_frames, PAGE, STATE_FRAMES), NaiveCache(num_frames)
+        self.keys = KeySpace("m", "f", PAGE)
+        self.held: list[tuple[tuple[int, ...], list[int], list[tuple[int, ...]]]] = []
+
+    def open(self, tokens: tuple[int, ...]) -> None:
+        """Match and pin, as an admission does."""
+        path, naive_path = self.real.index.match(self.keys.page_keys(tokens)), self.naive.match(tokens)
+        assert [self.real.index.position[f] for f in path] == [len(p) for p in naive_path]
+        self.real.index.pin(path)
+        self.naive.pin(naive_path)
+        self.held.append((tokens, path, naive_path))
+
+    def store(self, at: int, upto: int) -> None:
+        """Store missing pages of a held path, as a chunk does."""
+        tokens, path, naive_path = self.held[at]
+        keys = self.keys.page_keys(tokens)[:upto]
+        present = self.real.index.match(keys[len(path) :])
+        self.real.index.pin(present)
+        path += present
+        more = self.naive.match(tokens[:upto])[len(naive_path) :]
+        self.naive.pin(more)
+        naive_path += more
+        pages = [NewPage(keys[i], i + 1, tokens[i], tokens[i], 0) for i in range(len(path), len(keys))]
+        fits = len(pages) if self.naive.make_room(len(pages)) else self.naive.free
+        with PageReservation(self.real, pages) as reservation:
+            assert len(reservation.frames) == fits
+            path += reservation.commit(path[-1] if path else NONE)
+        for _ in range(fits):
+            page = tokens[: len(naive_path) + 1]
+            self.naive.pages[page] = [self.naive.clock, 0]
+            self.naive.pin([page])
+            naive_path.append(page)
+
+    def abort_store(self, at: int) -> None:
+        """Reserve and leave the scope without a commit."""
+        tokens, path, naive_path = self.held[at]
+        want = len(tokens) - len(path)
+        with PageReservation(self.real, [NewPage(b"", 0, 0, 0, 0)] * want):
+            self.real.check()
+        self.naive.make_room(want)
+        assert len(path) == len(naive_path)
+
+    def store_state(self, at: int, depth: int) -> None:
+        _, path, naive_path = self.held[at]
+        path, naive_path = path[:depth], naive_path[:depth]
+        if not path or self.real.index.state_of[path[-1]] != NONE:
+            return
+        room = self.naive.make_room(STATE_FRAMES)
+        with StateReservation(self.real, path, evict=True) as reservation:
+            assert bool(reservation.frames) == room
+            if room:
+                reservation.commit(StateReason.FORK)
+                self.naive.touch_state(naive_path[-1])
+
+    def touch_state(self, at: int) -> None:
+        _, path, naive_path = self.held[at]
+        state = self.real.index.deepest_state(path, len(path))
+        usable = [p for p in naive_path if p in self.naive.states]
+        assert (state == NONE) == (not usable)
+        if usable:
+            assert self.real.index.position[state] == len(usable[-1])
+            self.real.index.touch_state(state)
+            self.naive.touch_state(usable[-1])
+
+    def close(self, at: int) -> None:
+        _, path, naive_path = self.held.pop(at)
+        self.real.unpin(path)
+        self.naive.unpin(naive_path)
+
+    def check(self, deep: bool = True) -> None:
+        assert len(self.real.index) == len(self.naive.pages)
+        assert self.real.index.num_states == len(self.naive.states)
+        assert self.real.pool.num_free == self.naive.free
+        if deep:
+            self.real.check()
+            assert set(self.real.index.frames_by_key) == {self.keys.page_keys(p)[-1] for p in self.naive.pages}
+
+    def random_step(self, rng: random.Random) -> None:
+        if not self.held or (len(self.held) < 4 and rng.random() < 0.3):
+            self.open(tuple(rng.randrange(2) for _ in range(rng.randint(1, 9))))
+            return
+        at = rng.randrange(len(self.held))
+        length = len(self.held[at][0])
+        action = rng.random()
+        if action < 0.4:
+            self.store(at, rng.randint(1, length))
+        elif action < 0.55:
+            self.store_state(at, rng.randint(1, length))
+        elif action < 0.65:
+            self.touch_state(at)
+        elif action < 0.68:
+            self.abort_store(at)
+        else:
+            self.close(at)
+
+
+class TwinMachine(RuleBasedStateMachine):
+    """Hypothesis looks for the shortest schedule on which the twins differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins = Twins(14)
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8))
+    def open(self, tokens: list[int]) -> None:
+        if len(self.twins.held) < 4:
+            self.twins.open(tuple(tokens))
+
+    @precondition(lambda self: self.twins.held)
+    @rule(data=st.data(), what=st.sampled_from(["store", "store_state", "touch_state", "abort_store", "close"]))
+    def act(self, data: st.DataObject, what: str) -> None:
+        at = data.draw(st.integers(0, len(self.twins.held) - 1))
+        if what in ("store", "store_state"):
+            getattr(self.twins, what)(at, data.draw(st.integers(1, len(self.twins.held[at][0]))))
+        else:
+            getattr(self.twins, what)(at)
+
+    @invariant()
+    def twins_agree(self) -> None:
+        self.twins.check()
+
+
+TwinMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestTwinMachine = TwinMachine.TestCase
+
+
+def run_twins(steps: int, seed: int, num_frames: int, every: int) -> None:
+    rng, twins = random.Random(seed), Twins(num_frames)
+    for step in range(steps):
+        twins.random_step(rng)
+        twins.check(deep=step % every == 0)
+    while twins.held:
+        twins.close(0)
+    twins.check()
+    assert twins.real.evicted_pages > 0
+
+
+@pytest.mark.parametrize("num_frames", [7, 30, 90])
+def test_ten_thousand_random_operations_agree_with_the_model(num_frames: int) -> None:
+    run_twins(3400, num_frames, num_frames, every=50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_million_random_operations_agree_with_the_model() -> None:
+    for seed, num_frames in enumerate((10, 40, 40, 120)):
+        run_twins(250_000, seed, num_frames, every=5000)
+
+
+def test_metadata_stays_below_128_bytes_per_page() -> None:
+    assert PrefixIndex(10_000).metadata_bytes / 10_000 <= 128
+
+
+def test_deepest_usable_state_is_not_hidden_by_a_deeper_one() -> None:
+    cache = HostCache(20, 4, 1)
+    keys = KeySpace("m", "f", 4).page_keys(range(20))
+    with PageReservation(cache, [NewPage(key, 4 * i + 4, 0, 0, 0) for i, key in enumerate(keys)]) as reservation:
+        path = reservation.commit(NONE)
+    for depth in (2, 5):
+        with StateReservation(cache, path[:depth], evict=False) as state:
+            state.commit(StateReason.RESEND)
+    assert cache.index.position[cache.index.deepest_state(path, 5)] == 20
+    assert cache.index.position[cache.index.deepest_state(path, 4)] == 8
+    assert cache.index.deepest_state(path, 1) == NONE
+
+
+def test_state_that_saves_more_than_its_memory_leaves_with_its_page_only() -> None:
+    cache = HostCache(8, 1, 3)
+    keys = KeySpace("m", "f", 1).page_keys(range(5))
+    with PageReservation(cache, [NewPage(key, i + 1, 0, 0, 0) for i, key in enumerate(keys)]) as reservation:
+        path = reservation.commit(NONE)
+    with StateReservation(cache, path[:3], evict=False) as state:
+        state.commit(StateReason.ANCHOR)
+    cache.unpin(path)
+    assert cache.make_room(2)
+    assert cache.index.num_states == 1
+    assert cache.make_room(3)
+    assert cache.index.num_states == 0
+    assert len(cache.index) == 2
+
+
+def test_state_walks_back_to_its_frames_in_order() -> None:
+    cache = HostCache(8, 1, 3)
+    key = KeySpace("m", "f", 1).page_keys([0])[0]
+    with PageReservation(cache, [NewPage(key, 1, 0, 0, 0)]) as reservation:
+        path = reservation.commit(NONE)
+    with StateReservation(cache, path, evict=False) as state:
+        assert cache.index.state_frames(state.commit(StateReason.TAIL)) == state.frames
