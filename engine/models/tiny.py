@@ -6,15 +6,29 @@ are used when they are there; otherwise the weights are random, and only the sha
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from engine.errors import MachineError
 from engine.models import tiny_encoding
 from engine.models.engram_tables import bucket_primes, compress_vocabulary
 
 _HERE = Path(__file__).parent
 TOKENIZER_FILE = _HERE / "tiny_tokenizer.json"
+# Trained weights: `config.json` and `model.safetensors`. Absent until a trained model is shipped.
+TRAINED_DIR = _HERE / "tiny_checkpoint"
+_CASES_FILE = _HERE / "tiny_encoding_cases.json"
+
+Progress = Callable[[str, float], None]
 
 VOCAB_SIZE = 4096
 MAX_POSITION_EMBEDDINGS = 32768
@@ -141,3 +155,101 @@ def tokenizer_config() -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_POSITION_EMBEDDINGS,
     }
+
+
+def make_tiny(out: Path, seed: int = 0, on_progress: Progress | None = None) -> None:
+    """Write a complete checkpoint into `out`: weights, config, tokenizer, chat encoder with its cases.
+
+    The weights are the shipped trained ones for seed 0, when there are any, and random otherwise.
+    on_progress: called with a phase and the finished share of it.
+    """
+    report = on_progress or (lambda phase, share: None)
+    out.mkdir(parents=True, exist_ok=True)
+    report("weights", 0.0)
+    if seed == 0 and TRAINED_DIR.is_dir():
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(TRAINED_DIR / name, out / name)
+    else:
+        _write_random_weights(out, seed)
+    report("weights", 1.0)
+    shutil.copyfile(TOKENIZER_FILE, out / "tokenizer.json")
+    _write_json(out / "tokenizer_config.json", tokenizer_config())
+    write_encoding(out / "encoding")
+
+
+def _write_random_weights(out: Path, seed: int) -> None:
+    # Loading torch takes longer than everything else here; a checkpoint that exists already must not pay for it.
+    from engine.loader import random_tensors, write_checkpoint
+    from engine.models.config import parse_config
+
+    config = tiny_config()
+    write_checkpoint(out, config, random_tensors(parse_config(config), seed))
+
+
+def write_encoding(folder: Path) -> None:
+    """Write `encoding.py` and the cases by which a server tests it."""
+    tests = folder / "tests"
+    tests.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(Path(tiny_encoding.__file__), folder / "encoding.py")
+    for number, case in enumerate(json.loads(_CASES_FILE.read_text(encoding="utf-8")), start=1):
+        _write_json(tests / f"test_input_{number}.json", case["input"])
+        (tests / f"test_output_{number}.txt").write_text(case["output"], encoding="utf-8")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def ensure_tiny(cache_dir: Path, on_progress: Progress | None = None) -> Path:
+    """Directory of the embedded model, made on first use. The name carries a hash of everything that goes into it.
+
+    Safe against other processes: one makes it under a lock, and it appears with one rename.
+    Raises:
+        MachineError: the cache directory cannot be written.
+    """
+    target = Path(cache_dir) / f"tiny-{content_hash()}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / ".tiny.lock"):
+            if not target.is_dir():
+                _make_atomically(target, on_progress)
+    except OSError as error:
+        raise MachineError(
+            f"the embedded model cannot be written to {cache_dir}: {error}", hint="free some disk space, or set DIX_HOME"
+        ) from error
+    return target
+
+
+def _make_atomically(target: Path, on_progress: Progress | None) -> None:
+    for leftover in target.parent.glob(".tiny-*"):  # of a process that was killed; the lock says that nobody works in it
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=".tiny-", dir=target.parent))
+    try:
+        make_tiny(partial, on_progress=on_progress)
+        partial.chmod(0o755)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@lru_cache(maxsize=1)
+def content_hash() -> str:
+    """Twelve hex digits over every file that decides what `make_tiny` writes."""
+    sources = [_HERE / name for name in ("tiny.py", "tiny_encoding.py", "random_weights.py", "checkpoint_writer.py", "inventory.py")]
+    data = [TOKENIZER_FILE, _CASES_FILE, *(sorted(TRAINED_DIR.iterdir()) if TRAINED_DIR.is_dir() else [])]
+    digest = sha256()
+    for path in [*sources, *data]:
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
