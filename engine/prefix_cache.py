@@ -24,7 +24,7 @@ from hicache.host_pool import HostArena, Owner, frame_bytes_for
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.policy import Miss, align_down, prefill_states, restore_cap
-from hicache.reservation import NewPage, PageReservation, StateReservation
+from hicache.reservation import PageReservation, StateReservation
 from hicache.sizing import arena_bytes
 from hicache.transfer import CpuTransfer, Transfer
 
@@ -158,6 +158,8 @@ class PrefixCache:
         assert match is plan.match, f"sequence {seq.seq_id} is restored with a plan that is not its latest"
         began = time.perf_counter()
         tokens, reason = plan.restore_tokens, plan.reason
+        if tokens:
+            self._check_identity(seq, match.path[tokens // self._page_tokens - 1])
         if tokens and not self._intact(match, tokens):
             tokens, reason = 0, Miss.AUDIT
         if tokens:
@@ -174,6 +176,13 @@ class PrefixCache:
             self._active[seq.seq_id] = match
         else:
             self._release(match)
+
+    def _check_identity(self, seq: Sequence, page: int) -> None:
+        """A key cannot collide; a page behind the wrong key would be a defect of ours, and its end tokens show it."""
+        index, end = self.cache.index, self.cache.index.position[page]
+        stored = index.first_token[page], index.last_token[page]
+        asked = seq.token_ids[end - self._page_tokens], seq.token_ids[end - 1]
+        assert stored == asked, f"the page at {end} begins and ends with tokens {stored}, the prompt's with {asked}"
 
     def _copy_in(self, seq: Sequence, match: _Match, tokens: int) -> None:
         num_pages = tokens // self._page_tokens
@@ -241,21 +250,17 @@ class PrefixCache:
         first = len(match.path)
         if first >= upto:
             return
-        tokens = seq.token_ids
-        wanted = [
-            NewPage(match.keys[i], (i + 1) * size, tokens[i * size], tokens[(i + 1) * size - 1], seq.block_table[i])
-            for i in range(first, upto)
-        ]
-        with PageReservation(self.cache, wanted) as reservation:
-            pages, frames = reservation.pages, reservation.frames
-            self._transfer.copy_out(self._kv.blocks, [page.block for page in pages], frames)
-            reservation.commit(match.path[-1] if match.path else NONE)
+        with PageReservation(self.cache, upto - first) as reservation:
+            frames = reservation.frames
+            until = first + len(frames)
+            self._transfer.copy_out(self._kv.blocks, seq.block_table[first:until], frames)
+            reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
         if self._checksums.enabled:
             for frame in frames:
                 index.checksum[frame] = self._checksums.page(frame)
         match.path += frames
-        skipped = [page for page in wanted[len(pages) :] if page.position > start]
-        self.counters.stored(len(pages), size, self._row_bytes, len(skipped))
+        skipped = upto - max(until, start // size)
+        self.counters.stored(len(frames), size, self._row_bytes, skipped)
 
     def _store_states(self, seq: Sequence, match: _Match) -> None:
         """Keep the windows at s0 and, if frames are free, at s1."""

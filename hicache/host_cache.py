@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hicache.host_pool import FramePool, Owner
 from hicache.index import NONE, PrefixIndex, StateReason
-from hicache.policy import Victim, superseded, victim
+from hicache.policy import page_goes_from, superseded
 
 
 class HostCache:
@@ -25,36 +25,36 @@ class HostCache:
 
     def make_room(self, count: int) -> bool:
         """Evict until `count` frames are free. False when too little is evictable; what was evicted stays evicted."""
-        while self.pool.num_free < count:
-            if self._evict_one() is Victim.NOTHING:
+        index = self.index
+        while (need := count - self.pool.num_free) > 0:
+            state, newest_stamp = self._cheap_state()
+            frames = index.evict_pages(need, newest_stamp)
+            if frames:
+                self._free_pages(frames)
+            elif state != NONE:
+                self.remove_state(state, "lru")
+            else:
                 return False
         return True
 
-    def _evict_one(self) -> Victim:
+    def _cheap_state(self) -> tuple[int, int]:
+        """The least recent state that may be evicted alone (-1: none), and the clock up to which pages go before it."""
         index = self.index
         full_worth = self.frames_per_state * self.page_tokens
-        page, state, worth = index.oldest_page(), index.oldest_state(), 0
-        while state != NONE:
+        while (state := index.oldest_state()) != NONE:
             worth = index.worth(state, self.frames_per_state)
             if worth < full_worth:
-                break
+                return state, index.clock - page_goes_from(index.clock - index.stamp[state], worth, full_worth)
             index.unlist_state(state)  # it saves more than its memory costs: it leaves with its page
-            state = index.oldest_state()
-        page_age = index.clock - index.stamp[page] if page != NONE else None
-        state_age = index.clock - index.stamp[state] if state != NONE else None
-        choice = victim(page_age, state_age, worth, full_worth)
-        if choice is Victim.PAGE:
-            self.remove_page(page)
-        elif choice is Victim.STATE:
-            self.remove_state(state, "lru")
-        return choice
+        return NONE, index.clock
 
-    def remove_page(self, page: int) -> None:
-        """Evict a leaf page together with its state."""
-        frames = self.index.evict_page(page)
-        self.evicted_pages += 1
-        self.evicted_frames["page/lru"] += 1
-        self.evicted_frames["state/page"] += len(frames) - 1
+    def _free_pages(self, frames: list[int]) -> None:
+        """Give back evicted pages; the last one's state, if it had one, follows them in `frames`."""
+        with_state = len(frames) > self.frames_per_state and self.pool.owner(frames[-1]) is Owner.STATE
+        num_pages = len(frames) - (self.frames_per_state if with_state else 0)
+        self.evicted_pages += num_pages
+        self.evicted_frames["page/lru"] += num_pages
+        self.evicted_frames["state/page"] += len(frames) - num_pages
         self.pool.free(frames)
 
     def remove_state(self, state: int, why: str) -> None:

@@ -153,19 +153,31 @@ class PrefixIndex:
 
     # -- insertion ---------------------------------------------------------------------------------------------------------
 
-    def insert(self, key: bytes, parent: int, frame: int, position: int, first_token: int, last_token: int) -> None:
-        """Add a page below `parent` (-1 for a first page), pinned once by the caller. Its copy is already enqueued."""
-        assert key not in self.frames_by_key, f"page at {position} is inserted twice"
-        assert parent == NONE or self._keys[parent] is not None, f"parent frame {parent} of the page at {position} is absent"
-        self.frames_by_key[key] = frame
-        self._keys[frame] = key
-        self.parent[frame], self.position[frame] = parent, position
-        self.first_token[frame], self.last_token[frame] = first_token, last_token
-        self.ref[frame], self.num_children[frame], self.state_of[frame] = 1, 0, NONE
-        self._prev[frame] = self._next[frame] = NONE
-        self.stamp[frame] = self.clock
+    def insert(self, parent: int, frames: Sequence[int], keys: Sequence[bytes], first_page: int, tokens: Sequence[int], size: int) -> None:
+        """Add consecutive pages `first_page`, ... of `size` tokens below `parent` (-1: none), pinned once by the caller.
+
+        tokens: the whole prompt. The copies of the pages are already enqueued.
+        """
+        assert parent == NONE or self._keys[parent] is not None, f"parent frame {parent} of page {first_page} is absent"
+        assert self.frames_by_key.keys().isdisjoint(keys), f"pages after page {first_page} are inserted twice"
+        if not frames:
+            return
         if parent != NONE:
             self.num_children[parent] += 1
+        key_of, parent_of, position, ref, num_children = self._keys, self.parent, self.position, self.ref, self.num_children
+        first_token, last_token = self.first_token, self.last_token
+        begin = first_page * size
+        for frame, key in zip(frames, keys, strict=True):
+            end = begin + size
+            key_of[frame] = key
+            parent_of[frame] = parent
+            first_token[frame] = tokens[begin]
+            last_token[frame] = tokens[end - 1]
+            position[frame] = end
+            ref[frame] = num_children[frame] = 1
+            parent, begin = frame, end
+        num_children[parent] = 0
+        self.frames_by_key.update(zip(keys, frames, strict=True))
 
     def add_state(self, page: int, frames: Sequence[int], reason: StateReason) -> int:
         """Attach a state that fills `frames` to a present page. Returns the state's id."""
@@ -216,12 +228,32 @@ class PrefixIndex:
                 return end - self.position[page]
         return end - self.position[page]
 
-    def evict_page(self, page: int) -> list[int]:
-        """Remove a leaf and its state. Returns the frames to free."""
-        assert self.num_children[page] == 0, f"page frame {page} has children"
-        assert self.ref[page] == 0, f"page frame {page} is pinned"
-        self._unlink(page)
-        return self._bury(page)
+    def evict_pages(self, need: int, newest_stamp: int) -> list[int]:
+        """Remove the least recent pages that were touched at `newest_stamp` or before, leaves first, until `need` frames are free or
+        a state went along. Returns the frames to free, pages first in their order of removal."""
+        head, succ, prev, stamp = self._pages, self._next, self._prev, self.stamp
+        by_key, key_of, parent_of, children, state_of = self.frames_by_key, self._keys, self.parent, self.num_children, self.state_of
+        freed: list[int] = []
+        page = succ[head]
+        while page != head and stamp[page] <= newest_stamp and len(freed) < need:
+            assert children[page] == 0, f"page frame {page} is the least recent one and has children"
+            key = key_of[page]
+            assert key is not None, f"frame {page} holds no page"
+            del by_key[key]
+            key_of[page] = None
+            if parent_of[page] != NONE:
+                children[parent_of[page]] -= 1
+            freed.append(page)
+            following = succ[page]
+            prev[page] = succ[page] = NONE
+            page = following
+            if state_of[freed[-1]] != NONE:
+                break
+        succ[head] = page
+        prev[page] = head
+        if freed and state_of[freed[-1]] != NONE:
+            freed += self.evict_state(state_of[freed[-1]])
+        return freed
 
     def evict_state(self, state: int) -> list[int]:
         """Remove a state alone. Returns the frames to free."""

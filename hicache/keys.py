@@ -84,15 +84,11 @@ class KeySpace:
         extras: page index -> bytes that also decide the page (image digests); every page that an image overlaps needs them.
         """
         count = len(tokens) // self.page_tokens
-        data = memoryview(token_bytes(tokens[: count * self.page_tokens]))
-        step = 4 * self.page_tokens
+        data, step = token_bytes(tokens[: count * self.page_tokens]), 4 * self.page_tokens
         key, sha256 = self.tenant_root(salt), hashlib.sha256
         keys: list[bytes] = []
-        for index in range(count):
-            chain = sha256(key)
-            chain.update(data[index * step : (index + 1) * step])
-            if extras and index in extras:
-                chain.update(extras[index])
-            key = chain.digest()
+        for begin in range(0, count * step, step):
+            extra = extras.get(begin // step, b"") if extras else b""
+            key = sha256(key + data[begin : begin + step] + extra).digest()
             keys.append(key)
         return keys

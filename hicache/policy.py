@@ -77,6 +77,11 @@ def victim(page_age: int | None, state_age: int | None, state_worth: int, full_w
     cheap = state_age is not None and state_worth < full_worth
     if page_age is None:
         return Victim.STATE if cheap else Victim.NOTHING
-    if cheap and state_age is not None and state_age * full_worth > page_age * state_worth:
+    if cheap and state_age is not None and page_age < page_goes_from(state_age, state_worth, full_worth):
         return Victim.STATE
     return Victim.PAGE
+
+
+def page_goes_from(state_age: int, state_worth: int, full_worth: int) -> int:
+    """The least age at which a leaf page is evicted before a cheap state of `state_age`."""
+    return -(-state_age * full_worth // state_worth)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -11,31 +11,17 @@ from hicache.host_pool import Owner
 from hicache.index import StateReason
 
 
-@dataclass(frozen=True, slots=True)
-class NewPage:
-    """A page to store: its key, the tokens it ends with, and the device block that holds it."""
-
-    key: bytes
-    position: int
-    first_token: int
-    last_token: int
-    block: int
-
-
 class PageReservation:
-    """Frames for consecutive new pages of one path.
+    """Frames for up to `count` consecutive new pages of one path; fewer when the rest of the arena is pinned.
 
     Inside the scope the frames are invisible. `commit()` after the copies are enqueued makes the pages visible, pinned once each;
     leaving the scope without it (an exception, an early return) gives the frames back.
     """
 
-    def __init__(self, cache: HostCache, pages: list[NewPage]) -> None:
-        fitting = len(pages)
-        if not cache.make_room(fitting):
-            fitting = cache.pool.num_free
+    def __init__(self, cache: HostCache, count: int) -> None:
+        fits = count if cache.make_room(count) else cache.pool.num_free
         self._cache = cache
-        self.pages = pages[:fitting]
-        self.frames = cache.pool.take(fitting)
+        self.frames = cache.pool.take(fits)
         self._open = True
 
     def __enter__(self) -> Self:
@@ -46,14 +32,12 @@ class PageReservation:
             self._open = False
             self._cache.pool.free(self.frames)
 
-    def commit(self, parent: int) -> list[int]:
-        """Insert the pages below `parent` (-1: none). Returns their frames."""
+    def commit(self, parent: int, keys: Sequence[bytes], first_page: int, tokens: Sequence[int]) -> list[int]:
+        """Insert pages `first_page`, ... of the prompt `tokens` below `parent` (-1: none). Returns their frames."""
         assert self._open, "the reservation is closed"
         self._open = False
         self._cache.pool.assign(self.frames, Owner.PAGE)
-        for page, frame in zip(self.pages, self.frames, strict=True):
-            self._cache.index.insert(page.key, parent, frame, page.position, page.first_token, page.last_token)
-            parent = frame
+        self._cache.index.insert(parent, self.frames, keys, first_page, tokens, self._cache.page_tokens)
         return self.frames
 
 

@@ -13,7 +13,7 @@ from hicache.host_cache import HostCache
 from hicache.index import NONE, PrefixIndex, StateReason
 from hicache.keys import KeySpace
 from hicache.policy import Victim, victim
-from hicache.reservation import NewPage, PageReservation, StateReservation
+from hicache.reservation import PageReservation, StateReservation
 
 PAGE, STATE_FRAMES = 1, 3
 
@@ -119,11 +119,11 @@ class Twins:
         more = self.naive.match(tokens[:upto])[len(naive_path) :]
         self.naive.pin(more)
         naive_path += more
-        pages = [NewPage(keys[i], i + 1, tokens[i], tokens[i], 0) for i in range(len(path), len(keys))]
-        fits = len(pages) if self.naive.make_room(len(pages)) else self.naive.free
-        with PageReservation(self.real, pages) as reservation:
+        first, count = len(path), max(0, len(keys) - len(path))
+        fits = count if self.naive.make_room(count) else self.naive.free
+        with PageReservation(self.real, count) as reservation:
             assert len(reservation.frames) == fits
-            path += reservation.commit(path[-1] if path else NONE)
+            path += reservation.commit(path[-1] if path else NONE, keys[first : first + fits], first, tokens)
         for _ in range(fits):
             page = tokens[: len(naive_path) + 1]
             self.naive.pages[page] = [self.naive.clock, 0]
@@ -134,7 +134,7 @@ class Twins:
         """Reserve and leave the scope without a commit."""
         tokens, path, naive_path = self.held[at]
         want = len(tokens) - len(path)
-        with PageReservation(self.real, [NewPage(b"", 0, 0, 0, 0)] * want):
+        with PageReservation(self.real, want):
             self.real.check()
         self.naive.make_room(want)
         assert len(path) == len(naive_path)
@@ -253,8 +253,8 @@ def test_metadata_stays_below_128_bytes_per_page() -> None:
 def test_deepest_usable_state_is_not_hidden_by_a_deeper_one() -> None:
     cache = HostCache(20, 4, 1)
     keys = KeySpace("m", "f", 4).page_keys(range(20))
-    with PageReservation(cache, [NewPage(key, 4 * i + 4, 0, 0, 0) for i, key in enumerate(keys)]) as reservation:
-        path = reservation.commit(NONE)
+    with PageReservation(cache, 5) as reservation:
+        path = reservation.commit(NONE, keys, 0, range(20))
     for depth in (2, 5):
         with StateReservation(cache, path[:depth], evict=False) as state:
             state.commit(StateReason.RESEND)
@@ -266,8 +266,8 @@ def test_deepest_usable_state_is_not_hidden_by_a_deeper_one() -> None:
 def test_state_that_saves_more_than_its_memory_leaves_with_its_page_only() -> None:
     cache = HostCache(8, 1, 3)
     keys = KeySpace("m", "f", 1).page_keys(range(5))
-    with PageReservation(cache, [NewPage(key, i + 1, 0, 0, 0) for i, key in enumerate(keys)]) as reservation:
-        path = reservation.commit(NONE)
+    with PageReservation(cache, 5) as reservation:
+        path = reservation.commit(NONE, keys, 0, range(5))
     with StateReservation(cache, path[:3], evict=False) as state:
         state.commit(StateReason.ANCHOR)
     cache.unpin(path)
@@ -280,8 +280,7 @@ def test_state_that_saves_more_than_its_memory_leaves_with_its_page_only() -> No
 
 def test_state_walks_back_to_its_frames_in_order() -> None:
     cache = HostCache(8, 1, 3)
-    key = KeySpace("m", "f", 1).page_keys([0])[0]
-    with PageReservation(cache, [NewPage(key, 1, 0, 0, 0)]) as reservation:
-        path = reservation.commit(NONE)
+    with PageReservation(cache, 1) as reservation:
+        path = reservation.commit(NONE, [b"key"], 0, [7])
     with StateReservation(cache, path, evict=False) as state:
         assert cache.index.state_frames(state.commit(StateReason.TAIL)) == state.frames
