@@ -112,14 +112,17 @@ class Checkpoint:
 class RandomWeights:
     """A `WeightSource` without files. The values depend on the seed and the parameter's name."""
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int, on_progress: Progress | None = None) -> None:
         self._parameters = {p.name: p for p in parameters(config) if not p.vision}
         self.unread = set(self._parameters)
         self._seed = seed
+        self._on_progress = on_progress
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         assert name in self.unread, f"{name} is unknown or was read before"
         self.unread.remove(name)
+        if self._on_progress is not None:
+            self._on_progress("weights", 1 - len(self.unread) / len(self._parameters))
         return random_tensor(self._parameters[name], self._seed).to(dtype)
 
     def table(self, name: str) -> tuple[Tensor, Tensor | None]:

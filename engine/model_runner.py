@@ -1,0 +1,255 @@
+"""Runs the model over batches: loads weights, sizes the cache, turns a `Batch` into logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.config import EngineConfig, Precision, TruncationMode
+from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
+from engine.kv_cache import CacheShape, KVCache, block_bytes
+from engine.loader import Checkpoint, RandomWeights, model_fingerprint, open_checkpoint
+from engine.models.config import ModelConfig, load_config
+from engine.models.deepseek_v41 import DeepseekV41
+from engine.models.draft import DraftModel, DraftOutput, DraftSlice
+from engine.models.engram_tables import token_map, tokenizer_size
+from engine.models.inputs import InputBuilder, Truncation
+from engine.models.numerics import Numerics
+from engine.models.probe import Probe
+from engine.ops.registry import select
+from engine.ops.rope import plain_frequencies, yarn_frequencies
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a loaded engine can do, with every "auto" resolved.
+
+    num_blocks and num_state_slots include the reserved number 0. vocab_size: logits per row; tokenizer_size: ids that exist, the rest is
+    masked before sampling. keep_tokens: suffix kept by decoder truncation, 0 when mode is off. ngram_history: ids needed before a slice.
+    fingerprint: content digest of the model.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    num_state_slots: int
+    precision: Precision
+    device: str
+    vocab_size: int
+    tokenizer_size: int
+    eos_token_id: int
+    keep_tokens: int
+    mode: TruncationMode
+    ngram_history: int
+    fingerprint: str
+    draft_block_size: int
+
+
+class ModelRunner:
+    """One rank's model and cache. Knows nothing of scheduling: every step is described completely by its `Batch`.
+
+    Raises:
+        CheckpointError, ConfigError: the directory or a setting does not fit the model.
+        NotEnoughMemory: weights or cache do not fit.
+    """
+
+    def __init__(self, config: EngineConfig, *, draft: bool = False, on_progress: Callable[[str, float], None] | None = None) -> None:
+        """draft: also keep the draft stages' windows up to date, so that `draft` can be called."""
+        path = Path(config.model)
+        model = load_config(path)
+        device = _resolve_device(config.device)
+        precision = _resolve_precision(config.precision, device)
+        numerics = Numerics.of(precision)
+        log.debug("ops: %s", select(config.ops, device))
+        self.config, self.model_config = config, model
+        self._backbone, self._draft, mapping = _load(path, config, model, numerics, device, on_progress)
+        self._drafting = draft and self._draft is not None
+        shape = _cache_shape(config, model, numerics, device, self._drafting)
+        self.limits = _limits(config, model, shape, precision, device, path)
+        self.kv = KVCache(model.text, numerics, shape, device)
+        self._truncation = Truncation(self.limits.mode, self.limits.keep_tokens)
+        self._plain, scaled = _frequencies(model, device)
+        self._inputs = InputBuilder(model.text, self.kv, mapping, self._plain, scaled)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, probe: Probe | None = None) -> Tensor:
+        """Run one step. Returns [R, V] fp32 logits of the requested rows, in slice order.
+
+        PREFILL obeys the truncation mode; DECODE and VERIFY read the rings as they are. `probe` observes intermediate results.
+        """
+        inputs = self._inputs.build(batch, self._truncation)
+        output = self._backbone(inputs, self.kv, want_taps=self._drafting, probe=probe)
+        if self._drafting and output.taps is not None:
+            assert self._draft is not None
+            text = self.model_config.text
+            rows = inputs.decoder if text.dspark_target_layer_ids[0] >= text.boundary else inputs.encoder
+            self._draft.store_taps(output.taps, rows, self.kv)
+        return self._backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
+
+    @torch.inference_mode()
+    def draft(self, slices: list[DraftSlice]) -> DraftOutput:
+        """Draft a block of tokens for each slice, greedily. Needs a runner made with `draft=True`."""
+        assert self._drafting and self._draft is not None, "this runner was made without draft=True or has no draft stages"
+        return self._draft(slices, self._backbone, self.kv, self._plain)
+
+
+def _load(
+    path: Path, config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, on_progress: Callable[[str, float], None] | None
+) -> tuple[DeepseekV41, DraftModel | None, list[int]]:
+    text = model.text
+    dummy = config.load_format == "dummy"
+    source = RandomWeights(model, config.seed, on_progress) if dummy else open_checkpoint(path, model, on_progress)
+    mapping = _token_map(path, model, dummy)
+    pad = mapping[text.engram_pad_token_id] if text.engram_layer_ids else 0
+    placed = _OnDevice(source, device)
+    backbone = DeepseekV41.load(placed, text, numerics, pad)
+    draft = DraftModel.load(placed, text, numerics)
+    assert not source.unread, f"weights that nothing uses: {sorted(source.unread)[:5]}"
+    return backbone, draft, mapping
+
+
+class _OnDevice:
+    """A `WeightSource` that moves what it reads to the device. Tables stay where they are: they may exceed the device."""
+
+    def __init__(self, source: Checkpoint | RandomWeights, device: str) -> None:
+        self._source, self._device = source, device
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._source.tensor(name, dtype).to(self._device)
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self._source.table(name)
+
+
+def _token_map(path: Path, model: ModelConfig, dummy: bool) -> list[int]:
+    text = model.text
+    if not text.engram_layer_ids:
+        return list(range(text.vocab_size))
+    try:
+        return token_map(path, text.vocab_size, text.engram_compressed_vocab_size)
+    except CheckpointError:
+        # Random weights need no meaningful n-gram ids, only ids in range.
+        if dummy and tokenizer_size(path) is None:
+            return [i % text.engram_compressed_vocab_size for i in range(text.vocab_size)]
+        raise
+
+
+def _resolve_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MachineError(
+            "engine.device is cuda but torch sees no GPU", hint="--device cpu, or install a CUDA build of torch and a driver"
+        )
+    return device
+
+
+def _resolve_precision(precision: str, device: str) -> Precision:
+    if precision == "auto":
+        return Precision.B if device == "cuda" else Precision.F
+    return Precision(precision)
+
+
+def _cache_shape(config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, drafting: bool) -> CacheShape:
+    text = model.text
+    _check_cache_settings(config, model)
+    max_num_seqs = _number(config.max_num_seqs, 256 if device == "cuda" else 32)
+    keep = config.yoco_keep_tokens if config.yoco_mode != TruncationMode.OFF else 0
+    num_blocks = config.num_blocks
+    if isinstance(num_blocks, str):
+        one = block_bytes(text, numerics, config.block_size)
+        budget = int(config.kv_cache_gb * 2**30)
+        if device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            budget = int(free - (1 - config.memory_fraction) * total)
+        num_blocks = budget // one
+        if num_blocks < 2:
+            raise NotEnoughMemory(
+                f"{budget} bytes for the cache hold {num_blocks} blocks of {one} bytes",
+                hint="raise engine.kv_cache_gb" if device == "cpu" else "raise engine.memory_fraction",
+            )
+        # A cache beyond what all sequences together can fill would only be dead weight.
+        longest = -(-(text.max_position_embeddings + config.backtracking_tokens) // config.block_size)
+        num_blocks = min(num_blocks, max_num_seqs * longest + 1)
+    return CacheShape(
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        num_state_slots=int(max_num_seqs * config.state_slots_ratio) + 1,
+        backtracking_tokens=config.backtracking_tokens,
+        keep_tokens=keep,
+        num_draft_stages=text.num_stages if drafting else 0,
+    )
+
+
+def _check_cache_settings(config: EngineConfig, model: ModelConfig) -> None:
+    text = model.text
+    if config.block_size % 2:
+        raise ConfigError(f"engine.block_size is {config.block_size}", hint="allowed: even numbers, 128 outside tests")
+    if config.yoco_mode == TruncationMode.OFF:
+        return
+    least = text.sliding_window + config.backtracking_tokens
+    if config.yoco_keep_tokens < least:
+        raise ConfigError(
+            f"engine.yoco_keep_tokens is {config.yoco_keep_tokens}",
+            hint=f"this model needs at least {least} (window {text.sliding_window} + {config.backtracking_tokens}), or 0 for no truncation",
+        )
+    behind = [layer for layer in text.engram_layer_ids if layer >= text.boundary]
+    if text.boundary == text.num_hidden_layers or behind:
+        why = f"n-gram layers {behind} lie behind layer {text.boundary}" if behind else "the model has no decoder layers"
+        raise ConfigError(f"engine.yoco_mode is {config.yoco_mode} but {why}", hint="--yoco-keep-tokens 0")
+
+
+def _limits(config: EngineConfig, model: ModelConfig, shape: CacheShape, precision: Precision, device: str, path: Path) -> Limits:
+    text = model.text
+    room = (shape.num_blocks - 1) * shape.block_size - config.backtracking_tokens
+    max_model_len = _number(config.max_model_len, min(text.max_position_embeddings, room))
+    if max_model_len > room or max_model_len < 1:
+        raise NotEnoughMemory(
+            f"engine.max_model_len is {max_model_len} but {shape.num_blocks} cache blocks of {shape.block_size} hold {max(0, room)} tokens",
+            hint="lower engine.max_model_len or raise engine.kv_cache_gb",
+        )
+    max_num_seqs = _number(config.max_num_seqs, 256 if device == "cuda" else 32)
+    tokens = _number(config.max_num_batched_tokens, 8192 if device == "cuda" else 512)
+    least = max_num_seqs * config.backtracking_tokens
+    if isinstance(config.max_num_batched_tokens, str):
+        tokens = max(tokens, least, 0 if config.chunked_prefill else max_model_len)
+    mode = TruncationMode(config.yoco_mode)
+    return Limits(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=tokens,
+        num_blocks=shape.num_blocks,
+        num_state_slots=shape.num_state_slots,
+        precision=precision,
+        device=device,
+        vocab_size=text.vocab_size,
+        tokenizer_size=min(text.vocab_size, tokenizer_size(path) or text.vocab_size),
+        eos_token_id=model.eos_token_id,
+        keep_tokens=shape.keep_tokens,
+        mode=mode,
+        ngram_history=text.ngram_history,
+        fingerprint=model_fingerprint(path, config.load_format, config.seed),
+        draft_block_size=text.dspark_block_size if text.num_stages else 0,
+    )
+
+
+def _frequencies(model: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
+    text, yarn = model.text, model.text.rope_scaling
+    plain = plain_frequencies(text.qk_rope_head_dim, text.rope_theta)
+    scaled = yarn_frequencies(
+        text.qk_rope_head_dim, text.compress_rope_theta, yarn.factor, yarn.beta_fast, yarn.beta_slow, yarn.original_max_position_embeddings
+    )
+    return plain.to(device), scaled.to(device)
+
+
+def _number(value: int | str, automatic: int) -> int:
+    return automatic if isinstance(value, str) else value

@@ -1,0 +1,87 @@
+"""Attention over a sliding window and selected compressed entries: one shared key-value vector for all heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.loader import WeightSource
+from engine.models.config import TextConfig
+from engine.models.inputs import Rows
+from engine.models.numerics import Linear, Numerics
+from engine.ops.q8 import q8
+from engine.ops.rms_norm import rms_norm
+from engine.ops.rope import rotate_
+from engine.ops.sparse_attention import Selection, sparse_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """wq_a_wkv: [q_lora_rank + D, C], both projections of the input in one product. wo_a: [G, rank, H*D/G]."""
+
+    wq_a_wkv: Linear
+    wq_b: Linear
+    q_norm: Tensor
+    kv_norm: Tensor
+    sink: Tensor
+    wo_a: Tensor
+    wo_b: Linear
+    ratio: int
+    text: TextConfig
+    numerics: Numerics
+
+    @staticmethod
+    def load(source: WeightSource, prefix: str, ratio: int, text: TextConfig, numerics: Numerics) -> Attention:
+        """prefix: `layers.3.attn`."""
+        dtype, quantize = numerics.dtype, numerics.quantize_inputs
+        wq_a, wq_b, wkv, wo_a, wo_b = (source.tensor(f"{prefix}.{n}.weight", dtype) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
+        return Attention(
+            wq_a_wkv=Linear(torch.cat((wq_a, wkv)), quantize),
+            wq_b=Linear(wq_b, quantize),
+            q_norm=source.tensor(f"{prefix}.q_norm.weight", dtype),
+            kv_norm=source.tensor(f"{prefix}.kv_norm.weight", dtype),
+            sink=source.tensor(f"{prefix}.attn_sink", torch.float32),
+            wo_a=wo_a.unflatten(0, (text.o_groups, text.o_lora_rank)).contiguous(),
+            wo_b=Linear(wo_b, quantize),
+            ratio=ratio,
+            text=text,
+            numerics=numerics,
+        )
+
+    def project(self, x: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [T, C]. Returns the query latent [T, q_lora_rank] and the window key [T, D] as it is stored."""
+        both = self.wq_a_wkv(x)
+        rank = self.text.q_lora_rank
+        latent = rms_norm(both[:, :rank], self.q_norm, self.text.rms_norm_eps)
+        return latent, self._window_key(both[:, rank:], rot)
+
+    def main_key(self, x: Tensor, rot: Tensor) -> Tensor:
+        """The window key alone, for inputs that ask no query. x: [T, C]; returns [T, D]."""
+        weight = self.wq_a_wkv.weight[self.text.q_lora_rank :]
+        return self._window_key(Linear(weight, self.wq_a_wkv.quantize_input)(x), rot)
+
+    def _window_key(self, raw: Tensor, rot: Tensor) -> Tensor:
+        key = rotate_(rms_norm(raw, self.kv_norm, self.text.rms_norm_eps), rot)
+        return q8(key) if self.numerics.quantize_kv else key
+
+    def attend(self, latent: Tensor, rot: Tensor, inverse: Tensor, sources: list[tuple[Tensor, Selection]]) -> Tensor:
+        """latent: [T, q_lora_rank]; sources: keys and which of them each row sees. Returns the sublayer's output [T, C]."""
+        q = self.wq_b(latent).unflatten(-1, (self.text.num_attention_heads, self.text.head_dim))
+        o = sparse_attention(rotate_(q, rot), sources, self.sink, self.text.head_dim**-0.5)
+        o = rotate_(o, inverse).view(o.shape[0], self.text.o_groups, -1)
+        t = torch.bmm(o.transpose(0, 1), self.wo_a.transpose(1, 2)).transpose(0, 1)
+        return self.wo_b(t.flatten(1))
+
+
+def window_keys(key: Tensor, ring: Tensor, rows: Rows) -> Tensor:
+    """The key tensor that `rows.window` indexes, after storing the new keys. key: [T, D], ring: [slots * ring_rows, D].
+
+    A chunk may be longer than the ring: its keys are then read beside the ring, and old ones before they are overwritten.
+    """
+    keys = ring
+    if rows.history is not None:
+        keys = torch.cat((ring.index_select(0, rows.history), key)) if len(rows.history) else key
+    ring.index_copy_(0, rows.store_slots, key if rows.store_rows is None else key.index_select(0, rows.store_rows))
+    return keys

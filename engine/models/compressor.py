@@ -1,0 +1,74 @@
+"""Compressed KV entries and index keys of a source layer, written into the sequence's blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.loader import WeightSource
+from engine.models.config import TextConfig
+from engine.models.inputs import NewEntries
+from engine.models.numerics import Linear, Numerics
+from engine.ops.pool_pairs import pool_pairs
+from engine.ops.q4_index import q4_index
+from engine.ops.q4_kv import q4_kv
+from engine.ops.rms_norm import rms_norm
+from engine.ops.rope import rotate_
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """wkv: [D, C], or [2*D, C] fp32 with the gate's rows below for ratio 2. wk: [Di, D] index key projection."""
+
+    wkv: Linear
+    norm: Tensor
+    wk: Linear
+    k_norm: Tensor
+    ratio: int
+    layer: int
+    eps: float
+    numerics: Numerics
+
+    @staticmethod
+    def load(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics) -> Compressor:
+        prefix, ratio = f"layers.{layer}.attn", text.ratio(layer)
+        wide = torch.float32 if ratio == 2 else numerics.dtype
+        wkv = source.tensor(f"{prefix}.compressor.wkv.weight", wide)
+        if ratio == 2:
+            wkv = torch.cat((wkv, source.tensor(f"{prefix}.compressor.wgate.weight", wide)))
+        return Compressor(
+            wkv=Linear(wkv),
+            norm=source.tensor(f"{prefix}.compressor.norm.weight", numerics.dtype),
+            wk=Linear(source.tensor(f"{prefix}.indexer.wk.weight", numerics.dtype)),
+            k_norm=source.tensor(f"{prefix}.indexer.k_norm.weight", numerics.dtype),
+            ratio=ratio,
+            layer=layer,
+            eps=text.rms_norm_eps,
+            numerics=numerics,
+        )
+
+    def __call__(self, x: Tensor, entries: NewEntries, cache: KVCache) -> None:
+        """x: [T, C], the attention input of ALL rows of the step. Completes the step's entries and stores them."""
+        raw = self._pairs(x, entries, cache) if self.ratio == 2 else self.wkv(x)
+        latent = rms_norm(raw, self.norm, self.eps)
+        # The index key reads the latent before it is rotated in place.
+        key = rotate_(rms_norm(self.wk(latent), self.k_norm, self.eps), entries.rot)
+        entry = rotate_(latent, entries.rot)
+        if self.numerics.quantize_kv:
+            entry, key = q4_kv(entry), q4_index(key)
+        layout = cache.layout
+        cache.kv_rows.index_copy_(0, entries.kv_rows + layout.kv_offset[self.layer], entry)
+        cache.index_rows.index_copy_(0, entries.index_rows + layout.index_offset[self.layer], key)
+
+    def _pairs(self, x: Tensor, entries: NewEntries, cache: KVCache) -> Tensor:
+        """Pool value and gate of both tokens of each entry, fp32 up to here; the first token may belong to an earlier step."""
+        assert entries.first is not None and entries.last is not None and entries.partial_rows is not None
+        both = self.wkv(x.float())
+        partial = cache.partials[self.layer]
+        earlier = both if entries.partial_load is None else torch.cat((partial.index_select(0, entries.partial_load), both))
+        pooled = pool_pairs(earlier.index_select(0, entries.first), both.index_select(0, entries.last))
+        partial.index_copy_(0, entries.partial_slots, both.index_select(0, entries.partial_rows))
+        return pooled.to(self.numerics.dtype)

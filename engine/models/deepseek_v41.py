@@ -1,0 +1,172 @@
+"""The text model: embedding, layers of attention and experts over hyper-connected streams, head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.loader import WeightSource
+from engine.models.attention import Attention, window_keys
+from engine.models.compressor import Compressor
+from engine.models.config import TextConfig
+from engine.models.engram import Engram
+from engine.models.hyper_connections import HyperConnection, collapse, expand, first_mix
+from engine.models.indexer import Indexer, Picks
+from engine.models.inputs import Rows, StepInputs
+from engine.models.moe import MoE
+from engine.models.numerics import Numerics
+from engine.models.probe import Probe
+from engine.ops.rms_norm import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What backbone layers and draft stages share: the two sublayers with their norms and mixes."""
+
+    attention: Attention
+    attn_norm: Tensor
+    attn_mix: HyperConnection
+    ffn: MoE
+    ffn_norm: Tensor
+    ffn_mix: HyperConnection
+    eps: float
+
+    @staticmethod
+    def load(source: WeightSource, prefix: str, ratio: int, experts: tuple[int, int], text: TextConfig, numerics: Numerics) -> Block:
+        """prefix: `layers.3` or `mtp.0`. experts: how many there are, how many a token uses."""
+        return Block(
+            attention=Attention.load(source, f"{prefix}.attn", ratio, text, numerics),
+            attn_norm=source.tensor(f"{prefix}.attn_norm.weight", numerics.dtype),
+            attn_mix=HyperConnection.load(source, f"{prefix}.hc_attn", text),
+            ffn=MoE.load(source, f"{prefix}.ffn", text, numerics, *experts),
+            ffn_norm=source.tensor(f"{prefix}.ffn_norm.weight", numerics.dtype),
+            ffn_mix=HyperConnection.load(source, f"{prefix}.hc_ffn", text),
+            eps=text.rms_norm_eps,
+        )
+
+    def attention_input(self, h: Tensor, pre: Tensor) -> Tensor:
+        """[T, C]: the streams read with the previous sublayer's weights, normalised."""
+        return rms_norm(collapse(h, pre), self.attn_norm, self.eps)
+
+    def feed_forward(self, h: Tensor, pre: Tensor, layer: int, probe: Probe | None = None) -> tuple[Tensor, Tensor]:
+        """The second sublayer. Returns the streams and the weights with which the next sublayer reads them."""
+        next_pre, post, comb = self.ffn_mix(h)
+        y = self.ffn(rms_norm(collapse(h, pre), self.ffn_norm, self.eps), layer, probe)
+        h = expand(y, h, post, comb)
+        if probe is not None:
+            probe.record("ffn_out", layer, y)
+            probe.record("hidden", layer, h)
+            probe.record("pre_mix", layer, next_pre)
+        return h, next_pre
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One backbone layer. compressor: KV sources only; indexer: index sources only; engram: engram layers only."""
+
+    block: Block
+    compressor: Compressor | None
+    indexer: Indexer | None
+    engram: Engram | None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """hidden: [T, C] normalised output of the kept rows. taps: [T, targets * C] inputs of the draft stages, None when not asked for."""
+
+    hidden: Tensor
+    taps: Tensor | None
+
+
+@dataclass(slots=True)
+class _Streams:
+    """What travels from layer to layer: streams [T, n, C], read weights [T, n], the rows they belong to, and the current picks."""
+
+    h: Tensor
+    pre: Tensor
+    rows: Rows
+    picks: Picks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekV41:
+    """The backbone. embed [V, C], head [V, C] fp32. Stateless: all state of sequences is in the `KVCache` that is passed in."""
+
+    text: TextConfig
+    embed: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Tensor
+
+    @staticmethod
+    def load(source: WeightSource, text: TextConfig, numerics: Numerics, engram_pad_id: int) -> DeepseekV41:
+        """Take every backbone tensor from `source`."""
+        embed = source.tensor("embed.weight", numerics.dtype)
+        layers = [_load_layer(source, layer, text, numerics, engram_pad_id) for layer in range(text.num_hidden_layers)]
+        norm, head = source.tensor("norm.weight", numerics.dtype), source.tensor("head.weight", torch.float32)
+        return DeepseekV41(text, embed, layers, norm, head)
+
+    def __call__(self, inputs: StepInputs, cache: KVCache, *, want_taps: bool = False, probe: Probe | None = None) -> Output:
+        """Run all layers over one step, reading and extending the cache."""
+        h = self.embed[inputs.token_ids][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
+        state = _Streams(h, first_mix(len(h), self.text.hc_mult, h.device), inputs.encoder)
+        taps = []
+        for number, layer in enumerate(self.layers):
+            if layer.engram is not None:
+                state.h = layer.engram(state.h, inputs.grams, number, probe)
+            if number == self.text.boundary and inputs.kept is not None and not self._enter_decoder(layer, number, state, inputs, cache):
+                return Output(state.h.new_zeros(0, self.text.hidden_size), None)
+            if (want_taps or probe is not None) and number in self.text.dspark_target_layer_ids:
+                taps.append(state.h.float().mean(1).to(state.h.dtype))
+            self._run_layer(layer, number, state, inputs, cache, probe)
+        if probe is not None and taps:
+            probe.record("main_hidden", -1, torch.cat(taps, 1))
+        hidden = rms_norm(collapse(state.h, state.pre), self.norm, self.text.rms_norm_eps)
+        return Output(hidden, torch.cat(taps, 1) if taps else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, C] normalised output -> [R, V] fp32."""
+        return torch.nn.functional.linear(hidden.float(), self.head)
+
+    def _enter_decoder(self, layer: Layer, number: int, state: _Streams, inputs: StepInputs, cache: KVCache) -> bool:
+        """Compress ALL rows of the chunk, then drop the rows that decoder layers do not see. False when no row is left."""
+        assert layer.compressor is not None and inputs.kept is not None
+        x = layer.block.attention_input(state.h, state.pre)
+        layer.compressor(x, inputs.entries[self.text.ratio(number)], cache)
+        state.h, state.pre = state.h.index_select(0, inputs.kept), state.pre.index_select(0, inputs.kept)
+        return len(inputs.kept) > 0
+
+    def _run_layer(self, layer: Layer, number: int, state: _Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None) -> None:
+        text, block, ratio = self.text, layer.block, self.text.ratio(number)
+        if number == text.boundary:
+            state.rows = inputs.decoder
+        rows = state.rows
+        pre, post, comb = block.attn_mix(state.h)
+        x = block.attention_input(state.h, state.pre)
+        rot = rows.rotations.of(ratio)
+        latent, key = block.attention.project(x, rot)
+        compressed = number == text.boundary and inputs.kept is not None
+        if layer.compressor is not None and not compressed:
+            layer.compressor(x, inputs.entries[ratio], cache)
+        if layer.indexer is not None:
+            state.picks = layer.indexer(x, latent, rows, inputs, cache, state.picks, probe)
+        sources = [(window_keys(key, cache.rings[number], rows), rows.window)]
+        if ratio and state.picks is not None:
+            sources.append((cache.kv_rows, state.picks.selection))
+        y = block.attention.attend(latent, rot, rows.rotations.inverse_of(ratio), sources)
+        if probe is not None:
+            probe.record("attn_out", number, y)
+        state.h, state.pre = block.feed_forward(expand(y, state.h, post, comb), pre, number, probe)
+
+
+def _load_layer(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics, engram_pad_id: int) -> Layer:
+    experts = (text.n_routed_experts, text.num_experts_per_tok)
+    return Layer(
+        block=Block.load(source, f"layers.{layer}", text.ratio(layer), experts, text, numerics),
+        compressor=Compressor.load(source, layer, text, numerics) if layer in text.kv_source_layer_ids else None,
+        indexer=Indexer.load(source, layer, text, numerics) if layer in text.index_source_layer_ids else None,
+        engram=Engram.load(source, layer, text, numerics, engram_pad_id) if layer in text.engram_layer_ids else None,
+    )

@@ -1,0 +1,125 @@
+"""DSpark: a few stages that draft the next tokens in one block from taps of the backbone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from engine.kv_cache import KVCache
+from engine.loader import WeightSource
+from engine.models.config import TextConfig
+from engine.models.deepseek_v41 import Block, DeepseekV41
+from engine.models.hyper_connections import collapse, expand, first_mix
+from engine.models.inputs import Rows
+from engine.models.numerics import Linear, Numerics
+from engine.ops.rms_norm import rms_norm
+from engine.ops.rope import rotation
+from engine.ops.sparse_attention import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSlice:
+    """Where to draft: `token_id` was chosen for position `position` + 1, whose predecessor is the last one with stored taps."""
+
+    token_id: int
+    position: int
+    state_slot: int
+    valid_start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """token_ids [B, N] int64: proposals for positions position + 2 ...; confidence [B, N] fp32, raw; logits [B, N, V] fp32."""
+
+    token_ids: Tensor
+    confidence: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """The stages and the sequential head. Embedding and output head are the backbone's."""
+
+    text: TextConfig
+    numerics: Numerics
+    stages: list[Block]
+    main_proj: Linear
+    main_norm: Tensor
+    norm: Tensor
+    markov_embed: Tensor
+    markov_head: Tensor
+    confidence: Tensor
+
+    @staticmethod
+    def load(source: WeightSource, text: TextConfig, numerics: Numerics) -> DraftModel | None:
+        """Take every draft tensor from `source`; None for a checkpoint without stages."""
+        if text.num_stages == 0:
+            return None
+        experts = (text.dspark_n_routed_experts, text.dspark_num_experts_per_tok)
+        last = f"mtp.{text.num_stages - 1}"
+        return DraftModel(
+            text=text,
+            numerics=numerics,
+            stages=[Block.load(source, f"mtp.{stage}", 0, experts, text, numerics) for stage in range(text.num_stages)],
+            main_proj=Linear(source.tensor("mtp.0.main_proj.weight", numerics.dtype), numerics.quantize_inputs),
+            main_norm=source.tensor("mtp.0.main_norm.weight", numerics.dtype),
+            norm=source.tensor(f"{last}.norm.weight", numerics.dtype),
+            markov_embed=source.tensor(f"{last}.markov_head.embed.weight", numerics.dtype),
+            markov_head=source.tensor(f"{last}.markov_head.head.weight", torch.float32),
+            confidence=source.tensor(f"{last}.confidence_head.proj.weight", torch.float32),
+        )
+
+    def store_taps(self, taps: Tensor, rows: Rows, cache: KVCache) -> None:
+        """Extend every stage's window ring. taps: [T, targets * C] of the rows in `rows`."""
+        x = rms_norm(self.main_proj(taps), self.main_norm, self.text.rms_norm_eps)
+        for ring, stage in zip(cache.rings[self.text.num_hidden_layers :], self.stages, strict=True):
+            key = stage.attention.main_key(x, rows.rotations.plain)
+            ring.index_copy_(0, rows.store_slots, key if rows.store_rows is None else key.index_select(0, rows.store_rows))
+
+    def __call__(self, slices: list[DraftSlice], backbone: DeepseekV41, cache: KVCache, frequencies: Tensor) -> DraftOutput:
+        """Draft greedily for several sequences. frequencies: [R/2] of the plain rotary table."""
+        size, device = self.text.dspark_block_size, frequencies.device
+        position = torch.tensor([s.position for s in slices], device=device)
+        ids = torch.full((len(slices), size), self.text.dspark_noise_token_id, device=device)
+        ids[:, 0] = torch.tensor([s.token_id for s in slices], device=device)
+        rot = rotation((position[:, None] + torch.arange(1, size + 1, device=device)).flatten(), frequencies)
+        block = torch.arange(len(slices) * size, device=device).view(-1, size)
+        seen = (self._window(slices, position, cache), Selection.of(block.repeat_interleave(size, 0)))
+        h = backbone.embed[ids.flatten()][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
+        pre = first_mix(len(h), self.text.hc_mult, device)
+        for number, stage in enumerate(self.stages):
+            h, pre = self._run_stage(stage, h, pre, rot, cache.rings[self.text.num_hidden_layers + number], seen)
+        return self._propose(collapse(h, pre), ids[:, 0], backbone)
+
+    def _window(self, slices: list[DraftSlice], position: Tensor, cache: KVCache) -> Selection:
+        """The same window of main keys for all queries of a block: the last W positions up to `position`."""
+        keys = position[:, None] + torch.arange(1 - cache.window, 1, device=position.device)
+        lowest = torch.tensor([[max(0, s.valid_start)] for s in slices], device=position.device)
+        slot = torch.tensor([[s.state_slot] for s in slices], device=position.device)
+        index = (slot * cache.ring_rows + keys % cache.ring_rows).masked_fill_(keys < lowest, -1)
+        return Selection.of(index.repeat_interleave(self.text.dspark_block_size, 0))
+
+    def _run_stage(
+        self, stage: Block, h: Tensor, pre: Tensor, rot: Tensor, ring: Tensor, seen: tuple[Selection, Selection]
+    ) -> tuple[Tensor, Tensor]:
+        next_pre, post, comb = stage.attn_mix(h)
+        latent, key = stage.attention.project(stage.attention_input(h, pre), rot)
+        y = stage.attention.attend(latent, rot, rot.conj_physical(), [(ring, seen[0]), (key, seen[1])])
+        return stage.feed_forward(expand(y, h, post, comb), next_pre, -1)
+
+    def _propose(self, x: Tensor, first: Tensor, backbone: DeepseekV41) -> DraftOutput:
+        """Walk through the block: each proposal shifts the logits of the next position. x: [B*N, C], first: [B]."""
+        size = self.text.dspark_block_size
+        base = backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps)).unflatten(0, (-1, size))
+        states = x.unflatten(0, (-1, size)).float()
+        previous, ids, logits, confidence = first, [], [], []
+        for i in range(size):
+            markov = self.markov_embed[previous].float()
+            logits.append(base[:, i] + linear(markov, self.markov_head))
+            confidence.append(linear(torch.cat((states[:, i], markov), 1), self.confidence)[:, 0])
+            previous = logits[-1].argmax(-1)
+            ids.append(previous)
+        return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(logits, 1))

@@ -1,0 +1,149 @@
+"""Which compressed entries each query row attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.loader import WeightSource
+from engine.models.config import TextConfig
+from engine.models.inputs import Rows, StepInputs
+from engine.models.numerics import Linear, Numerics
+from engine.models.probe import Probe
+from engine.ops.candidate_blocks import candidate_blocks
+from engine.ops.index_scores import index_scores
+from engine.ops.q4_index import q4_index
+from engine.ops.rope import rotate_
+from engine.ops.select_topk import select_topk
+from engine.ops.sparse_attention import Selection
+
+# Gathered keys plus per-head products of one group of rows stay below this.
+_GROUP_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Outcome of an index source for all rows. selection: rows of the cache's kv view. candidates: [T, blocks] bool or None for all."""
+
+    selection: Selection
+    candidates: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """wq_b: [Hi*Di, q_lora_rank], weights_proj: [Hi, C]. Scores read the index keys of the KV owner of this layer."""
+
+    wq_b: Linear
+    weights_proj: Linear
+    layer: int
+    text: TextConfig
+    numerics: Numerics
+
+    @staticmethod
+    def load(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics) -> Indexer:
+        prefix = f"layers.{layer}.attn.indexer"
+        return Indexer(
+            wq_b=Linear(source.tensor(f"{prefix}.wq_b.weight", numerics.dtype), numerics.quantize_inputs),
+            weights_proj=Linear(source.tensor(f"{prefix}.weights_proj.weight", numerics.dtype)),
+            layer=layer,
+            text=text,
+            numerics=numerics,
+        )
+
+    def __call__(
+        self, x: Tensor, qr: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, earlier: Picks | None, probe: Probe | None = None
+    ) -> Picks | None:
+        """x: [T, C] attention input, qr: [T, q_lora_rank]. earlier: picks of the previous index source. None when no entry exists yet."""
+        ratio = self.text.ratio(self.layer)
+        num_entries = inputs.max_visible[ratio]
+        if num_entries == 0:
+            return None
+        count = rows.visible[ratio]
+        publishes = self.layer == self.text.candidate_source_layer_id
+        limit = self.text.candidate_topk_blocks * self.text.candidate_block_size
+        filtered = publishes and (num_entries > limit or probe is not None)
+        allowed = earlier.candidates if earlier is not None and self.text.uses_candidates(self.layer) else None
+        if num_entries <= self.text.index_topk and not filtered:
+            entries = torch.arange(num_entries, device=x.device).expand(len(rows), -1)
+            index, kept = entries.masked_fill(entries >= count[:, None], -1), None
+        else:
+            index, kept = self._search(x, qr, rows, inputs, cache, allowed, filtered)
+        if probe is not None:
+            probe.record("index", self.layer, index)
+            if kept is not None:
+                probe.record("candidate_blocks", self.layer, kept)
+        selection = self._locate(index, rows, inputs, cache, ratio)
+        # Later sources of the same candidate source are restricted likewise, whatever lies between.
+        return Picks(selection, kept if publishes else (earlier.candidates if earlier is not None else None))
+
+    def _search(
+        self, x: Tensor, qr: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, allowed: Tensor | None, filtered: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score, filter and select, group by group. Returns entry numbers [T, K] (-1 absent) and candidate blocks."""
+        text, count = self.text, rows.visible[self.text.ratio(self.layer)]
+        q = self.wq_b(qr).unflatten(-1, (text.index_n_heads, text.index_head_dim))
+        q = rotate_(q, rows.rotations.scaled)
+        if self.numerics.quantize_kv:
+            q = q4_index(q)
+        weights = self.weights_proj(x) * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
+        num_entries = inputs.max_visible[text.ratio(self.layer)]
+        size = text.candidate_block_size
+        picked = torch.full((len(rows), min(text.index_topk, num_entries)), -1, dtype=torch.int64, device=x.device)
+        kept = torch.zeros(len(rows), -(-num_entries // size), dtype=torch.bool, device=x.device) if filtered else None
+        for first, last, begin, end in self._groups(rows, num_entries):
+            shape = (last - first, (end - begin) // (last - first))
+            visible = count[begin:end]
+            entries = int(visible.max())
+            if entries == 0:
+                continue
+            keys = self._keys(first, last, entries, inputs, cache)
+            scores = index_scores(
+                q[begin:end].unflatten(0, shape), weights[begin:end].unflatten(0, shape), keys, visible.view(shape)
+            ).flatten(0, 1)
+            if kept is not None:
+                blocks = candidate_blocks(scores, visible, text.candidate_topk_blocks, size)
+                kept[begin:end, : blocks.shape[1]] = blocks
+            if allowed is not None:
+                mask = allowed[begin:end].repeat_interleave(size, 1)[:, :entries]
+                scores = scores.masked_fill_(~mask, float("-inf"))
+            best = select_topk(scores, text.index_topk)
+            picked[begin:end, : best.shape[1]] = best
+        return picked, kept
+
+    def _groups(self, rows: Rows, num_entries: int) -> list[tuple[int, int, int, int]]:
+        """(first sequence, last, first row, last) of pieces with equally many rows per sequence and bounded memory."""
+        lens = [end - begin for begin, end in rows.bounds]
+        per_row = 4 * num_entries * (self.text.index_n_heads + 2)
+        per_seq = 4 * num_entries * self.text.index_head_dim
+        if len(set(lens)) == 1 and per_seq + lens[0] * per_row <= _GROUP_BYTES:
+            step = _GROUP_BYTES // (per_seq + lens[0] * per_row)
+            return [
+                (first, min(first + step, len(lens)), rows.bounds[first][0], rows.bounds[min(first + step, len(lens)) - 1][1])
+                for first in range(0, len(lens), step)
+            ]
+        step = max(1, _GROUP_BYTES // per_row)
+        return [
+            (seq, seq + 1, part, min(part + step, end)) for seq, (begin, end) in enumerate(rows.bounds) for part in range(begin, end, step)
+        ]
+
+    def _keys(self, first: int, last: int, num_entries: int, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Index keys [B, N, Di] of entries 0..N-1 of some sequences; entries without a block read the dummy block."""
+        per_block = cache.block_size // self.text.ratio(self.layer)
+        table = inputs.block_table[first:last, : -(-num_entries // per_block)]
+        base = table * cache.layout.index_stride + cache.layout.index_offset[self.text.kv_owner(self.layer)]
+        index = (base[:, :, None] + torch.arange(per_block, device=table.device)).flatten(1)[:, :num_entries]
+        return cache.index_rows.index_select(0, index.flatten()).view(*index.shape, -1)
+
+    def _locate(self, index: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, ratio: int) -> Selection:
+        """From entry numbers to rows of the cache's kv view."""
+        per_block = cache.block_size // ratio
+        absent = index < 0
+        entry = index.clamp(min=0)
+        block = entry.div(per_block, rounding_mode="floor")
+        base = inputs.block_table[rows.seq[:, None], block] * cache.layout.kv_stride
+        place = base + (entry - block * per_block + cache.layout.kv_offset[self.text.kv_owner(self.layer)])
+        bias = torch.zeros(index.shape, device=index.device).masked_fill_(absent, float("-inf"))
+        return Selection(place.masked_fill_(absent, 0), bias[:, None])

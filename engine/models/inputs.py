@@ -1,0 +1,269 @@
+"""From a `Batch` of host data to the tensors that all layers of one step share.
+
+Everything a layer needs to find its keys is an index tensor built here once: rings and blocks are never walked token by token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Batch, LogitRows, StepKind
+from engine.config import TruncationMode
+from engine.kv_cache import KVCache
+from engine.models.config import TextConfig
+from engine.ops.engram_hash import DEAD
+from engine.ops.rope import rotation
+from engine.ops.sparse_attention import Selection
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Decoder truncation of a prefill step. keep: suffix tokens that decoder layers still see."""
+
+    mode: TruncationMode = TruncationMode.OFF
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """Unit complex numbers [T, R/2] for both rotary tables, and their conjugates for the inverse."""
+
+    plain: Tensor
+    scaled: Tensor
+    plain_inverse: Tensor
+    scaled_inverse: Tensor
+
+    def of(self, ratio: int) -> Tensor:
+        return self.scaled if ratio else self.plain
+
+    def inverse_of(self, ratio: int) -> Tensor:
+        return self.scaled_inverse if ratio else self.plain_inverse
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The query rows of a run of layers, and where their window keys are.
+
+    positions, seq: [T] int64. bounds: (begin, end) of every sequence's rows. history: ring rows to load in front of the new keys, or None
+    when all keys are read from the ring after storing. window: rows of [history | new keys], or of the ring. store_rows: new keys to
+    write (None: all), store_slots: their ring rows. visible: ratio -> entries each row can see. draft_slots are the ring rows too.
+    """
+
+    positions: Tensor
+    seq: Tensor
+    bounds: list[tuple[int, int]]
+    rotations: Rotations
+    history: Tensor | None
+    window: Selection
+    store_rows: Tensor | None
+    store_slots: Tensor
+    visible: dict[int, Tensor]
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class NewEntries:
+    """Compressed entries that this step completes, for one ratio.
+
+    kv_rows, index_rows: rows of a block's two views without the layer's offset. rot: [E, R/2]. first, last: rows of the first and last
+    token of each entry; `first` counts in [loaded partial rows | chunk rows] if `partial_load` is set, else in chunk rows.
+    """
+
+    kv_rows: Tensor
+    index_rows: Tensor
+    rot: Tensor
+    first: Tensor | None = None
+    last: Tensor | None = None
+    partial_load: Tensor | None = None
+    partial_rows: Tensor | None = None
+    partial_slots: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step. encoder rows are the rows of the batch; decoder rows are the kept ones, the same object without truncation."""
+
+    token_ids: Tensor
+    grams: Tensor
+    block_table: Tensor
+    encoder: Rows
+    decoder: Rows
+    kept: Tensor | None
+    entries: dict[int, NewEntries]
+    max_visible: dict[int, int]
+    logit_rows: Tensor
+
+
+class InputBuilder:
+    """Builds `StepInputs` for one model and cache. Holds the rotary frequencies and the token map."""
+
+    def __init__(self, text: TextConfig, cache: KVCache, token_map: list[int], plain: Tensor, scaled: Tensor) -> None:
+        self._text, self._cache = text, cache
+        self._map = np.array(token_map, dtype=np.int64)
+        self._plain, self._scaled = plain, scaled
+        self._device = plain.device
+        self._ratios = sorted({text.ratio(layer) for layer in text.kv_source_layer_ids})
+
+    def build(self, batch: Batch, truncation: Truncation) -> StepInputs:
+        """The tensors of one step. Decode and verify steps are never truncated."""
+        slices = batch.slices
+        if batch.kind is not StepKind.PREFILL:
+            truncation = Truncation()
+        span = _Span.of([s.start for s in slices], [s.end for s in slices])
+        slots = np.array([s.state_slot for s in slices], dtype=np.int64)
+        floor = np.array([s.swa_valid_start for s in slices], dtype=np.int64)
+        rect = np.zeros(len(slices), dtype=np.int64)
+        if truncation.mode is not TruncationMode.OFF:
+            rect = np.array([max(0, s.total_len - truncation.keep) for s in slices], dtype=np.int64)
+        in_place = batch.kind is not StepKind.PREFILL
+        encoder = self._rows(span, slots, floor, np.zeros_like(rect), in_place)
+        decoder, kept = encoder, None
+        if rect.any():
+            decoder, kept = self._decoder_rows(span, slots, floor, rect, truncation.mode)
+        table = self._block_table([s.block_table for s in slices])
+        return StepInputs(
+            token_ids=self._tensor(np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in slices])),
+            grams=self._grams(batch),
+            block_table=self._tensor(table),
+            encoder=encoder,
+            decoder=decoder,
+            kept=None if kept is None else self._tensor(kept),
+            entries={r: self._entries(r, span, slots, table) for r in self._ratios},
+            max_visible={r: int(span.ends.max()) // r for r in self._ratios},
+            logit_rows=self._tensor(_logit_rows(batch, span, kept)),
+        )
+
+    def _decoder_rows(self, span: _Span, slots: Ints, floor: Ints, rect: Ints, mode: TruncationMode) -> tuple[Rows, Ints | None]:
+        if mode is TruncationMode.MASK:
+            return self._rows(span, slots, floor, rect, in_place=False), None
+        kept = (span.positions >= rect[span.seq]).nonzero()[0]
+        # A sequence whose chunk lies wholly before its kept suffix has no rows here; its span is empty.
+        starts = np.minimum(np.maximum(span.starts, rect), span.ends)
+        return self._rows(_Span.of(starts, span.ends), slots, floor, rect, in_place=False), kept
+
+    def _rows(self, span: _Span, slots: Ints, floor: Ints, rect: Ints, in_place: bool) -> Rows:
+        window, ring = self._cache.window, self._cache.ring_rows
+        pos, seq = span.positions, span.seq
+        lowest = np.maximum(pos - window + 1, np.maximum(rect, floor)[seq])
+        keys = pos[:, None] + np.arange(1 - window, 1)
+        visible = keys >= np.maximum(lowest, 0)[:, None]
+        history = None
+        if in_place:
+            index = slots[seq][:, None] * ring + keys % ring
+        else:
+            past = span.starts[:, None] + np.arange(1 - window, 0)
+            valid = past >= np.maximum(rect, floor)[:, None]
+            loads = np.where(valid, slots[:, None] * ring + past % ring, 0) if valid.any() else np.zeros((0, window - 1), dtype=np.int64)
+            history = self._tensor(loads.flatten())
+            offset = (span.begins - span.starts + loads.size)[seq][:, None]
+            old = (seq * (window - 1) - span.starts[seq] + window - 1)[:, None]
+            index = keys + np.where(keys >= span.starts[seq][:, None], offset, old)
+        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
+        store = (pos >= np.maximum(span.ends - ring, rect)[seq]).nonzero()[0]
+        positions = self._tensor(pos)
+        return Rows(
+            positions=positions,
+            seq=self._tensor(seq),
+            bounds=list(zip(span.begins.tolist(), (span.begins + span.lens).tolist(), strict=True)),
+            rotations=self._rotations(positions),
+            history=history,
+            window=Selection(self._tensor(np.where(visible, index, 0)), torch.from_numpy(bias).to(self._device)[:, None]),
+            store_rows=None if len(store) == len(pos) else self._tensor(store),
+            store_slots=self._tensor((slots[seq] * ring + pos % ring)[store]),
+            visible={r: (positions + 1).div(r, rounding_mode="floor") for r in self._ratios},
+        )
+
+    def _rotations(self, positions: Tensor) -> Rotations:
+        plain, scaled = rotation(positions, self._plain), rotation(positions, self._scaled)
+        return Rotations(plain, scaled, plain.conj_physical(), scaled.conj_physical())
+
+    def _entries(self, ratio: int, span: _Span, slots: Ints, table: Ints) -> NewEntries:
+        pos, seq = span.positions, span.seq
+        last = (pos % ratio == ratio - 1).nonzero()[0]
+        entry, owner = pos[last] // ratio, seq[last]
+        per_block, layout = self._cache.block_size // ratio, self._cache.layout
+        block = table[owner, entry // per_block]
+        assert not len(block) or block.min() > 0, "a completed entry has no block: the block table is too short"
+        common = (
+            self._tensor(block * layout.kv_stride + entry % per_block),
+            self._tensor(block * layout.index_stride + entry % per_block),
+            rotation(self._tensor(entry * ratio), self._scaled),
+        )
+        if ratio == 1:
+            return NewEntries(*common)
+        partial = self._cache.partial_rows
+        split = pos[last] == span.starts[owner]
+        store = (pos >= (span.ends - partial)[seq]).nonzero()[0]
+        stored = self._tensor((slots[seq] * partial + pos % partial)[store])
+        load = None
+        first = last - 1
+        if split.any():
+            load = self._tensor(slots * partial + (span.starts - 1) % partial)
+            first = np.where(split, owner, first + len(slots))
+        return NewEntries(*common, self._tensor(first), self._tensor(last), load, self._tensor(store), stored)
+
+    def _grams(self, batch: Batch) -> Tensor:
+        """[T, G] compressed ids: column s is the id s positions back, DEAD before the sequence."""
+        back = self._text.ngram_history
+        parts = []
+        for s in batch.slices:
+            known = len(s.history)
+            assert known >= min(back, s.start), f"history has {known} ids, position {s.start} needs {min(back, s.start)}"
+            ids = self._map[np.array([*s.history[known - min(back, known) :], *s.token_ids], dtype=np.int64)]
+            ids = np.concatenate([np.full(back - min(back, known), DEAD), ids])
+            parts.append(np.lib.stride_tricks.sliding_window_view(ids, back + 1)[:, ::-1])
+        return self._tensor(np.concatenate(parts))
+
+    def _block_table(self, tables: list[list[int]]) -> Ints:
+        result = np.zeros((len(tables), max(1, max(len(t) for t in tables))), dtype=np.int64)
+        for row, blocks in zip(result, tables, strict=True):
+            row[: len(blocks)] = blocks
+        return result
+
+    def _tensor(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows of several sequences back to back: per sequence [B], per row [T]."""
+
+    starts: Ints
+    ends: Ints
+    lens: Ints
+    begins: Ints
+    positions: Ints
+    seq: Ints
+
+    @staticmethod
+    def of(starts: list[int] | Ints, ends: list[int] | Ints) -> _Span:
+        first, end = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
+        lens = end - first
+        begins = np.cumsum(lens) - lens
+        seq = np.repeat(np.arange(len(lens)), lens)
+        positions = np.arange(lens.sum()) + (first - begins)[seq]
+        return _Span(first, end, lens, begins, positions, seq)
+
+
+def _logit_rows(batch: Batch, span: _Span, kept: Ints | None) -> Ints:
+    """Rows of the last layers' output whose logits are wanted."""
+    wanted: list[Ints] = []
+    for s, begin, count in zip(batch.slices, span.begins, span.lens, strict=True):
+        if s.logit_rows is LogitRows.ALL:
+            wanted.append(np.arange(begin, begin + count))
+        elif s.logit_rows is LogitRows.LAST:
+            wanted.append(np.array([begin + count - 1]))
+    rows = np.concatenate(wanted) if wanted else np.zeros(0, dtype=np.int64)
+    if kept is None:
+        return rows
+    assert np.isin(rows, kept).all(), "logits wanted of a row that decoder truncation drops"
+    return np.searchsorted(kept, rows)

@@ -1,0 +1,58 @@
+"""Clamped SwiGLU experts over tokens grouped by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from engine.ops.q8 import q8
+from engine.ops.registry import Op, check
+from engine.ops.tolerance import Tolerance
+
+
+def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
+    """Sum over the chosen experts of w2(silu(min(w1 x, limit)) * clamp(w3 x, limit) * weight).
+
+    x: [T, C] bf16 or fp32. ids: [T, K] int64, weights: [T, K] fp32. w13: [E, 2*I, C] (gate rows, then up rows), w2: [E, C, I], x's dtype.
+    quantize: pass the inputs of both products through `q8`. Returns [T, C] of x's dtype, experts summed in fp32 in the order of `ids`.
+    Source: config key `swiglu_limit`; the gate is clamped from above only.
+    """
+    check(x.ndim == 2 and ids.shape == weights.shape and w13.shape[2] == x.shape[1], "expert_mlp", x=x, ids=ids, weights=weights, w13=w13)
+    return EXPERT_MLP(x, ids, weights, w13, w2, limit, quantize)
+
+
+def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
+    tokens, k = ids.shape
+    flat, order = ids.flatten().sort(stable=True)
+    source = q8(x) if quantize else x
+    grouped = source.index_select(0, order // k) if tokens > 1 else source.expand(k, -1)
+    bounds = _segments(flat, w13.shape[0])
+    both = x.new_empty(tokens * k, w13.shape[1])
+    for expert, begin, end in bounds:
+        torch.mm(grouped[begin:end], w13[expert].t(), out=both[begin:end])
+    hidden = w13.shape[1] // 2
+    gate, up = both.float().split(hidden, dim=1)
+    act = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit)).mul_(weights.flatten()[order, None]).to(x.dtype)
+    if quantize:
+        act = q8(act)
+    out = x.new_empty(tokens * k, w2.shape[1])
+    for expert, begin, end in bounds:
+        torch.mm(act[begin:end], w2[expert].t(), out=out[begin:end])
+    if tokens == 1:
+        return out.float().sum(0, keepdim=True).to(x.dtype)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return out.index_select(0, place).view(tokens, k, -1).float().sum(1).to(x.dtype)
+
+
+def _segments(sorted_ids: Tensor, num_experts: int) -> list[tuple[int, int, int]]:
+    """(expert, begin, end) of the experts that have tokens."""
+    result, begin = [], 0
+    for expert, count in enumerate(torch.bincount(sorted_ids, minlength=num_experts).tolist()):
+        if count:
+            result.append((expert, begin, begin + count))
+            begin += count
+    return result
+
+
+EXPERT_MLP = Op("expert_mlp", reference=_reference, tolerance=Tolerance(fp32=4e-6, bf16=2e-2))

@@ -1,0 +1,79 @@
+"""One operation, several implementations: a reference in plain torch and kernels that must agree with it.
+
+The choice is made once at start-up (`select`), not per call. Asking for a backend that is missing is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.ops.tolerance import Tolerance
+
+_OPS: dict[str, Op] = {}
+
+
+class Op:
+    """A named operation. Calling it runs the selected implementation; `reference` is the definition.
+
+    triton: `module:function` of the Triton twin, or "" while there is none.
+    """
+
+    def __init__(self, name: str, *, reference: Callable[..., Any], tolerance: Tolerance, triton: str = "") -> None:
+        assert name not in _OPS, f"op {name} is registered twice"
+        self.name, self.reference, self.tolerance, self.triton = name, reference, tolerance, triton
+        self.backend = "reference"
+        self._run = reference
+        _OPS[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def backends(self) -> list[str]:
+        """Implementations that exist, the best first."""
+        return [*(["triton"] if self.triton and find_spec("triton") else []), "reference"]
+
+    def use(self, backend: str) -> None:
+        """Select an implementation.
+
+        Raises:
+            ConfigError: this op has no such backend.
+        """
+        if backend not in self.backends():
+            raise ConfigError(f"op {self.name} has no backend {backend!r}", hint=f"choose one of: {', '.join(self.backends())}")
+        if backend == "reference":
+            self._run = self.reference
+        else:
+            module, function = self.triton.split(":")
+            self._run = getattr(import_module(module), function)
+        self.backend = backend
+
+
+def select(choice: str, device: str) -> dict[str, str]:
+    """Choose implementations for `engine.ops`: "auto" or comma-separated `op:backend` pairs. Returns op -> backend.
+
+    On CPU auto means the reference everywhere.
+
+    Raises:
+        ConfigError: unknown op, unknown backend or a malformed pair.
+    """
+    for op in _OPS.values():
+        op.use(op.backends()[0] if device == "cuda" else "reference")
+    for pair in [] if choice == "auto" else choice.split(","):
+        name, _, backend = pair.strip().partition(":")
+        if name not in _OPS:
+            raise ConfigError(f"engine.ops names unknown op {name!r}", hint=f"known: {', '.join(sorted(_OPS))}")
+        _OPS[name].use(backend)
+    return {name: op.backend for name, op in sorted(_OPS.items())}
+
+
+def check(condition: bool, op: str, **tensors: Tensor) -> None:
+    """Refuse arguments that break an op's contract, showing every shape and dtype."""
+    if not condition:
+        shown = ", ".join(f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items())
+        raise ValueError(f"{op}: arguments do not fit its contract: {shown}")

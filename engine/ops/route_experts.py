@@ -1,0 +1,39 @@
+"""Which experts a token goes to, and with which weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from engine.ops.registry import Op, check
+from engine.ops.tolerance import Tolerance
+
+# Source: the release's router: its own constant under the normalisation.
+_EPS = 1e-20
+
+
+def route_experts(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Pick `k` experts by biased score, weigh them by unbiased score.
+
+    logits: [T, E] fp32. bias: [E] fp32, for selection only. Returns ids [T, k] int64 and weights [T, k] fp32 that add up to `scale`.
+    Ties go to the lower expert. Source: config keys `scoring_func`, `norm_topk_prob`, `routed_scaling_factor`.
+    """
+    check(logits.ndim == 2 and bias.shape == logits.shape[1:], "route_experts", logits=logits, bias=bias)
+    return ROUTE_EXPERTS(logits, bias, k, scale)
+
+
+def _reference(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    scores = softplus(logits).sqrt_()
+    ids = (scores + bias).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, ids)
+    return ids, weights * (scale / (weights.sum(1, keepdim=True) + _EPS))
+
+
+ROUTE_EXPERTS = Op("route_experts", reference=_reference, tolerance=Tolerance(fp32=1e-6))
+
+
+def expert_logits(x: Tensor, gate: Tensor, temperature: float) -> Tensor:
+    """[T, C] x [E, C] -> [T, E] fp32. The router runs in fp32: bf16 changes the choice. Source: config key `gate_temp`."""
+    logits = torch.nn.functional.linear(x.float(), gate)
+    return logits if temperature == 1.0 else logits / temperature

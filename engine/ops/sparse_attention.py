@@ -1,0 +1,73 @@
+"""Attention of each query row over its own list of keys, with a sink in the denominator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.ops.registry import Op, check
+from engine.ops.tolerance import Tolerance
+
+# Gathered keys are materialised per chunk of queries; about this much at a time stays near the caches of a CPU core.
+_CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rows of a key tensor each query sees.
+
+    index: [T, K] int64, absent entries point at row 0. bias: [T, 1, K] fp32, 0 for keys and -inf for absent entries.
+    """
+
+    index: Tensor
+    bias: Tensor
+
+    @staticmethod
+    def of(index: Tensor) -> Selection:
+        """From indices with -1 for absent entries."""
+        absent = index < 0
+        bias = torch.zeros(index.shape, device=index.device).masked_fill_(absent, float("-inf"))
+        return Selection(index.masked_fill(absent, 0), bias[:, None])
+
+
+def sparse_attention(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
+    """One softmax over all selected rows of all sources; keys serve as values too.
+
+    q: [T, H, D] bf16 or fp32. sources: (rows [M, D], selection of K of them per query); row 0 of each must be finite.
+    sink: [H] fp32, adds exp(sink) to the denominator only. Returns [T, H, D] of q's dtype, fp32 inside; a row without keys gives 0.
+    A key that two entries select counts twice.
+    """
+    check(q.ndim == 3 and sink.shape == q.shape[1:2], "sparse_attention", q=q, sink=sink)
+    return SPARSE_ATTENTION(q, sources, sink, scale)
+
+
+def _reference(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
+    num_keys = sum(s.index.shape[1] for _, s in sources)
+    step = max(1, _CHUNK_BYTES // max(1, 4 * num_keys * q.shape[2]))
+    if q.shape[0] <= step:
+        return _attend(q, sources, sink, scale)
+    parts = []
+    for begin in range(0, q.shape[0], step):
+        rows = slice(begin, begin + step)
+        parts.append(_attend(q[rows], [(k, Selection(s.index[rows], s.bias[rows])) for k, s in sources], sink, scale))
+    return torch.cat(parts)
+
+
+def _attend(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
+    query, width = q.float(), q.shape[2]
+    keys = [rows.index_select(0, s.index.flatten()).view(*s.index.shape, width).float() for rows, s in sources]
+    logits = [torch.baddbmm(s.bias, query, k.transpose(1, 2), alpha=scale) for k, (_, s) in zip(keys, sources, strict=True)]
+    logits.append(sink[None, :, None].expand(q.shape[0], -1, 1))
+    weights = torch.cat(logits, -1).softmax(-1)
+    out: Tensor | None = None
+    begin = 0
+    for k in keys:
+        part = weights[:, :, begin : begin + k.shape[1]]
+        out = torch.bmm(part, k) if out is None else torch.baddbmm(out, part, k)
+        begin += k.shape[1]
+    return torch.zeros_like(q) if out is None else out.to(q.dtype)
+
+
+SPARSE_ATTENTION = Op("sparse_attention", reference=_reference, tolerance=Tolerance(fp32=2e-6, bf16=8e-3))
