@@ -22,9 +22,11 @@ class LogitRows(StrEnum):
     ALL = "all"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceSlice:
     """The part of one sequence that a step computes: `token_ids` at positions start, start+1, ...
+
+    Never changed after it is made; not frozen because one is made per sequence and step, and freezing triples its cost.
 
     total_len: tokens of the sequence known at this step (L_total of decoder truncation; ignored in decode).
     history: up to (max n-gram - 1) token ids right before `start`, oldest first, for the n-gram tables.

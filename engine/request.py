@@ -70,7 +70,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. `cache_read`/`cache_write` False bypass the prefix cache in that direction."""
+    """One prompt. `cache_read`/`cache_write` False bypass the prefix cache in that direction.
+
+    cache_anchor_tokens: length of the leading part that other prompts are likely to share (system and tools text), 0 if unknown.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -78,6 +81,7 @@ class Request:
     cache_read: bool = True
     cache_write: bool = True
     cache_salt: str = ""
+    cache_anchor_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,11 @@ class Timing:
     prefill_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
     """Tokens that one step added to a request. The last one carries `finish_reason`; it may come without tokens.
+
+    Never changed after it is made; not frozen because one is made per sequence and step, and freezing triples its cost.
 
     `cached_tokens` and `timing` are set on a request's first output. `drafted`/`accepted` count speculation in this step.
     `stop_token_id` names the id that ended the sequence (EOS or one of `stop_token_ids`).

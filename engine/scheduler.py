@@ -243,8 +243,8 @@ class Scheduler:
         for seq in seqs:
             token_ids = seq.token_ids
             last = len(token_ids) - 1
-            history = tuple(token_ids[max(0, last - history_len) : last]) if history_len else ()
-            slices.append(SequenceSlice([token_ids[last]], last, last + 1, seq.block_table, seq.state_slot, history))
+            history = tuple(token_ids[max(0, last - history_len) : last])
+            slices.append(SequenceSlice(token_ids[last:], last, last + 1, seq.block_table, seq.state_slot, history))
         return Step(StepKind.DECODE, seqs, slices, seqs)
 
     # ---- blocks of running sequences
@@ -302,11 +302,10 @@ class Scheduler:
         """
         if step.kind is StepKind.PREFILL:
             return self._commit_prefill(step, sampled)
-        outputs = []
-        for row, seq in enumerate(step.rows):
-            if seq.status is Status.RUNNING:
-                outputs.append(self._append(seq, row, sampled))
-        if len(self.running) > 0 and any(output.finish_reason is not None for output in outputs):
+        append = self._append
+        finished = self.counters.finished
+        outputs = [append(seq, row, sampled) for row, seq in enumerate(step.rows) if seq.status is Status.RUNNING]
+        if self.counters.finished != finished:
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         return outputs
 
@@ -334,26 +333,32 @@ class Scheduler:
         if row in sampled.errors:
             return self._output(seq, [], FinishReason.ERROR, error=sampled.errors[row])
         tokens = sampled.token_ids[row]
-        params = seq.request.params
         token_ids = seq.token_ids
-        limit = min(seq.prompt_len + params.max_tokens, self.limits.max_model_len + 1)
-        reason = None
-        stop_token_id = None
         seq.num_computed = len(token_ids)
+        reason = stop_token_id = None
         for count, token in enumerate(tokens, 1):
             token_ids.append(token)
-            if (token in self.limits.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
-                reason, stop_token_id = FinishReason.STOP, token
-            elif len(token_ids) >= limit:
-                reason = FinishReason.LENGTH
+            reason = self._end_reason(seq, token)
             if reason is not None:
                 tokens = tokens[:count]
+                stop_token_id = token if reason is FinishReason.STOP else None
                 break
-        logprobs = sampled.logprobs.get(row)
         self.counters.generated_tokens += len(tokens)
+        logprobs = sampled.logprobs[row][: len(tokens)] if row in sampled.logprobs else []
         if reason is None and seq.first_token_s:
-            return Output(seq.request.request_id, tokens, logprobs=logprobs[: len(tokens)] if logprobs else [])
-        return self._output(seq, tokens, reason, stop_token_id, logprobs[: len(tokens)] if logprobs else [])
+            return Output(seq.request.request_id, tokens, None, None, logprobs)
+        return self._output(seq, tokens, reason, stop_token_id, logprobs)
+
+    def _end_reason(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Why a sequence ends with the token just appended, or None."""
+        params = seq.request.params
+        limits = self.limits
+        if (token in limits.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
+            return FinishReason.STOP
+        length = len(seq.token_ids)
+        if length - seq.prompt_len >= params.max_tokens or length > limits.max_model_len:
+            return FinishReason.LENGTH
+        return None
 
     def _output(
         self,

@@ -1,0 +1,35 @@
+import os
+import subprocess
+import sys
+
+from engine.process_env import available_cores, prepare_process, resolve_threads
+
+
+def test_automatic_threads_share_the_cores_among_ranks():
+    cores = available_cores()
+    assert cores >= 1
+    assert resolve_threads("auto", 1) == cores
+    assert resolve_threads("auto", 10 * cores) == 1
+    assert resolve_threads(3, 8) == 3
+
+
+def test_variables_of_the_user_win(monkeypatch):
+    for name in ("MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    changed = prepare_process(2)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "OMP_NUM_THREADS" not in changed
+    assert changed["MKL_NUM_THREADS"] == "2"
+
+
+def test_preparing_the_process_does_not_load_torch():
+    code = "import sys, engine.process_env, engine.prefill_gate; engine.process_env.prepare_process(1); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_prepared_threads_reach_torch():
+    code = "import engine.process_env as e; e.prepare_process(1); import torch; assert torch.get_num_threads() == 1"
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
