@@ -105,7 +105,7 @@ class KVCache:
         self.format_id = _format_id(text, numerics, shape.block_size)
 
     def save_window(self, slot: int, position: int, out: Tensor) -> None:
-        """Copy the encoder layers' keys of positions [position - window, position) to `out`, uint8 [state_bytes]; zeros before position 0."""
+        """Copy the encoder layers' keys of positions [position - window, position) to `out`, uint8 [state_bytes]; zeros before 0."""
         rows, absent = self._window_rows(slot, position)
         state = self.rings[: self.num_encoder_layers].index_select(1, rows)
         state[:, :absent] = 0

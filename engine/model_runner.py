@@ -98,7 +98,8 @@ class ModelRunner:
     @torch.inference_mode()
     def draft(self, slices: list[DraftSlice]) -> DraftOutput:
         """Draft a block of tokens for each slice, greedily. Needs a runner made with `draft=True`."""
-        assert self._drafting and self._draft is not None, "this runner was made without draft=True or has no draft stages"
+        assert self._drafting, "this runner was made without draft=True, or the model has no draft stages"
+        assert self._draft is not None
         return self._draft(slices, self._backbone, self.kv, self._plain)
 
 

@@ -65,10 +65,11 @@ class Compressor:
 
     def _pairs(self, x: Tensor, entries: NewEntries, cache: KVCache) -> Tensor:
         """Pool value and gate of both tokens of each entry, fp32 up to here; the first token may belong to an earlier step."""
-        assert entries.first is not None and entries.last is not None and entries.partial_rows is not None
+        pairs = entries.pairs
+        assert pairs is not None
         both = self.wkv(x.float())
         partial = cache.partials[self.layer]
-        earlier = both if entries.partial_load is None else torch.cat((partial.index_select(0, entries.partial_load), both))
-        pooled = pool_pairs(earlier.index_select(0, entries.first), both.index_select(0, entries.last))
-        partial.index_copy_(0, entries.partial_slots, both.index_select(0, entries.partial_rows))
+        earlier = both if pairs.load is None else torch.cat((partial.index_select(0, pairs.load), both))
+        pooled = pool_pairs(earlier.index_select(0, pairs.first), both.index_select(0, pairs.last))
+        partial.index_copy_(0, pairs.store_slots, both.index_select(0, pairs.store_rows))
         return pooled.to(self.numerics.dtype)

@@ -133,7 +133,8 @@ class DeepseekV41:
 
     def _enter_decoder(self, layer: Layer, number: int, state: _Streams, inputs: StepInputs, cache: KVCache) -> bool:
         """Compress ALL rows of the chunk, then drop the rows that decoder layers do not see. False when no row is left."""
-        assert layer.compressor is not None and inputs.kept is not None
+        assert layer.compressor is not None
+        assert inputs.kept is not None
         x = layer.block.attention_input(state.h, state.pre)
         layer.compressor(x, inputs.entries[self.text.ratio(number)], cache)
         state.h, state.pre = state.h.index_select(0, inputs.kept), state.pre.index_select(0, inputs.kept)

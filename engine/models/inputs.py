@@ -53,7 +53,7 @@ class Rows:
 
     positions, seq: [T] int64. bounds: (begin, end) of every sequence's rows. history: ring rows to load in front of the new keys, or None
     when all keys are read from the ring after storing. window: rows of [history | new keys], or of the ring. store_rows: new keys to
-    write (None: all), store_slots: their ring rows. visible: ratio -> entries each row can see. draft_slots are the ring rows too.
+    write (None: all), store_slots: their ring rows. visible: ratio -> entries each row can see.
     """
 
     positions: Tensor
@@ -71,21 +71,31 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairs:
+    """The two tokens of each new entry of ratio 2.
+
+    load: partial rows to put in front of the chunk's rows, or None. first: rows of that whole, last: rows of the chunk.
+    store_rows: chunk rows to keep for later steps, store_slots: their partial rows.
+    """
+
+    load: Tensor | None
+    first: Tensor
+    last: Tensor
+    store_rows: Tensor
+    store_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class NewEntries:
     """Compressed entries that this step completes, for one ratio.
 
-    kv_rows, index_rows: rows of a block's two views without the layer's offset. rot: [E, R/2]. first, last: rows of the first and last
-    token of each entry; `first` counts in [loaded partial rows | chunk rows] if `partial_load` is set, else in chunk rows.
+    kv_rows, index_rows: rows of a block's two views without the layer's offset. rot: [E, R/2] at each entry's first token.
     """
 
     kv_rows: Tensor
     index_rows: Tensor
     rot: Tensor
-    first: Tensor | None = None
-    last: Tensor | None = None
-    partial_load: Tensor | None = None
-    partial_rows: Tensor | None = None
-    partial_slots: Tensor | None = None
+    pairs: Pairs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +219,7 @@ class InputBuilder:
         if split.any():
             load = self._tensor(slots * partial + (span.starts - 1) % partial)
             first = np.where(split, owner, first + len(slots))
-        return NewEntries(*common, self._tensor(first), self._tensor(last), load, self._tensor(store), stored)
+        return NewEntries(*common, Pairs(load, self._tensor(first), self._tensor(last), self._tensor(store), stored))
 
     def _grams(self, batch: Batch) -> Tensor:
         """[T, G] compressed ids: column s is the id s positions back, DEAD before the sequence."""
