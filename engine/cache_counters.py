@@ -26,6 +26,8 @@ class CacheCounters:
     store_bytes: int = 0
     store_seconds: float = 0.0
     checksum_errors: int = 0
+    holds: int = 0
+    hold_seconds: float = 0.0
     misses: Counter[str] = field(default_factory=Counter)
     store_skipped: Counter[str] = field(default_factory=Counter)
     states_written: Counter[str] = field(default_factory=Counter)
@@ -51,6 +53,11 @@ class CacheCounters:
     def restored(self, num_bytes: int, seconds: float) -> None:
         self.restore_bytes += num_bytes
         self.restore_seconds += seconds
+
+    def held(self, seconds: float) -> None:
+        """A sequence that waited for another one's prefill was admitted."""
+        self.holds += 1
+        self.hold_seconds += seconds
 
     def stored(self, num_pages: int, page_tokens: int, page_bytes: int, skipped: int) -> None:
         self.stores += num_pages
@@ -80,6 +87,8 @@ class CacheCounters:
             "store_bytes_total": self.store_bytes,
             "store_seconds_total": self.store_seconds,
             "checksum_errors_total": self.checksum_errors,
+            "holds_total": self.holds,
+            "hold_seconds_total": self.hold_seconds,
             "miss_total": {reason.value: self.misses[reason.value] for reason in Miss},
             "store_skipped_total": dict(self.store_skipped),
             "states_written_total": dict(self.states_written),

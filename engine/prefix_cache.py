@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import asdict, dataclass, field
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.cache_counters import CacheCounters
+from engine.cache_faults import COPY_FAULTS, FaultyTransfer, flip
 from engine.errors import ConfigError
-from engine.request import Sequence
-from hicache.audit import EXPONENT_BYTE, Checksums, flip_bytes
+from engine.request import FinishReason, Sequence
+from hicache.audit import Checksums
 from hicache.config import HiCacheConfig
+from hicache.explain import Explainer
 from hicache.host_cache import HostCache
 from hicache.host_pool import HostArena, Owner, frame_bytes_for
+from hicache.in_flight import InFlightTable, Producer
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
-from hicache.policy import Miss, align_down, prefill_states, restore_cap
+from hicache.policy import Miss, align_down, chunk_states, prefill_states, restore_cap
 from hicache.reservation import PageReservation, StateReservation
 from hicache.sizing import arena_bytes
-from hicache.transfer import CpuTransfer, Transfer
+from hicache.transfer import CpuTransfer
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
     from engine.model_runner import Limits
 
 _MAX_KEY_MEMOS = 4096  # waiting sequences whose keys are remembered between planning attempts
+_MIN_ABORT_TOKENS = 4096  # computed tokens that make the state of an aborted prefill worth keeping
 
 
 class PlanKind(StrEnum):
@@ -45,19 +51,23 @@ class PlanKind(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _Match:
-    """What one sequence found and still pins. `path`: frames of its leading pages; grows as the prefill stores more."""
+    """What one sequence found and still pins.
 
-    seq_id: int
+    path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. wanted: positions where
+    a chunk ends and a state is kept, with its reason.
+    """
+
+    seq: Sequence
     epoch: int
     keys: list[bytes] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     state: int = NONE
-    matched_pages: int = 0
+    wanted: dict[int, StateReason] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to `plan`. restore_tokens: where prefill may start (0 unless HIT). reason: of the state, or of the miss."""
+    """The answer to `plan`. restore_tokens: where prefill may start (0 unless HIT). reason: of the state, of the miss, or of the hold."""
 
     kind: PlanKind
     restore_tokens: int
@@ -75,8 +85,17 @@ class PrefixCache:
         MachineError: the arena cannot be mapped.
     """
 
-    def __init__(self, config: HiCacheConfig, kv: KVCache, fingerprint: str, keep_tokens: int, *, num_bytes: int | None = None) -> None:
-        self._config, self._kv, self._keep_tokens = config, kv, keep_tokens
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        kv: KVCache,
+        fingerprint: str,
+        keep_tokens: int,
+        *,
+        num_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._kv, self._keep_tokens, self._clock = config, kv, keep_tokens, clock
         self._page_tokens = kv.block_size
         self._row_bytes = kv.blocks.shape[1]
         frame_bytes = frame_bytes_for(self._row_bytes)
@@ -88,15 +107,20 @@ class PrefixCache:
                 f"hicache.size_gb is {num_bytes / 2**30:.4f} GiB, less than one page and one window state",
                 hint=f"at least {(frames_per_state + 1) * frame_bytes / 2**30:.4f} GiB, or 0 for off",
             )
+        self._interval = align_down(config.state_interval_tokens, self._page_tokens)
         self.arena = HostArena(num_frames, frame_bytes)
-        self.cache = HostCache(num_frames, self._page_tokens, frames_per_state, config.state_slots)
+        self.cache = HostCache(num_frames, self._page_tokens, frames_per_state, config.state_slots, self._interval)
         self._keys = KeySpace(fingerprint, kv.format_id, self._page_tokens, secret=secrets.token_bytes(32))
-        self._transfer: Transfer = CpuTransfer(self.arena)
+        self._transfer = FaultyTransfer(CpuTransfer(self.arena))
         self._staging = torch.empty(frames_per_state, frame_bytes, dtype=torch.uint8, device=kv.blocks.device)
+        self._state_view = self._staging.view(-1)[: kv.state_bytes]
         self._checksums = Checksums(config.audit, self.arena, self._row_bytes)
         self._planned: dict[int, _Match] = {}
         self._active: dict[int, _Match] = {}
+        self._in_flight = InFlightTable(clock)
+        self._held_since: dict[int, float] = {}
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
+        self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self.counters = CacheCounters()
 
     # -- admission ---------------------------------------------------------------------------------------------------------
@@ -104,33 +128,24 @@ class PrefixCache:
     def plan(self, seq: Sequence) -> Plan:
         """Find the deepest usable state of a sequence without blocks, and pin what it needs until `restore` or `abandon`."""
         self._release(self._planned.pop(seq.seq_id, None))
-        match = _Match(seq.seq_id, self._keys.epoch)
+        match = _Match(seq, self._keys.epoch)
         self._planned[seq.seq_id] = match
-        if seq.request.cache_read or seq.request.cache_write:
+        index, request = self.cache.index, seq.request
+        if request.cache_read or request.cache_write:
             match.keys = self._keys_of(seq)
-            match.path = self.cache.index.match(match.keys)
-            match.matched_pages = len(match.path)
-            self.cache.index.pin(match.path)
-        if not seq.request.cache_read:
+            match.path = index.match(match.keys)
+            index.pin(match.path)
+        if not request.cache_read:
             return Plan(PlanKind.MISS, 0, Miss.BYPASS, match)
-        return self._choose(seq, match)
-
-    def _choose(self, seq: Sequence, match: _Match) -> Plan:
-        """The restore point: the deepest state that leaves the tokens to recompute, or the reason why there is none."""
-        index = self.cache.index
-        cap = restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens)
-        shortest = max(self._config.min_restore_tokens, self._page_tokens)
-        if cap < shortest:
-            return Plan(PlanKind.MISS, 0, Miss.SHORT, match)
-        if not match.path:
-            return Plan(PlanKind.MISS, 0, Miss.NO_PAGE, match)
-        state = index.deepest_state(match.path, cap // self._page_tokens)
-        if state == NONE or index.position[state] < shortest:
-            beyond = index.deepest_state(match.path, len(match.path)) not in (NONE, state)
-            return Plan(PlanKind.MISS, 0, Miss.KEEP_CAP if beyond else Miss.NO_STATE, match)
+        state, miss = self.cache.restore_point(match.path, seq.prefill_len, self._keep_tokens, self._config.min_restore_tokens)
+        tokens = index.position[state] if state != NONE else 0
+        if self._holds(seq, match, tokens):
+            return Plan(PlanKind.HOLD, 0, "in_flight", match)
+        if miss is not None:
+            return Plan(PlanKind.MISS, 0, miss, match)
         index.pin_state(state)
         match.state = state
-        return Plan(PlanKind.HIT, index.position[state], StateReason(index.reason[state]).name.lower(), match)
+        return Plan(PlanKind.HIT, tokens, StateReason(index.reason[state]).name.lower(), match)
 
     def _keys_of(self, seq: Sequence) -> list[bytes]:
         """Page keys of the tokens to prefill, remembered between planning attempts."""
@@ -143,10 +158,38 @@ class PrefixCache:
         self._memos[seq.seq_id] = (seq.prefill_len, self._keys.epoch, keys)
         return keys
 
+    def _holds(self, seq: Sequence, match: _Match, tokens: int) -> bool:
+        """Whether waiting for a prefill in progress saves at least `herd_min_tokens` over resuming at `tokens` now.
+
+        Asks the producer for a state where the two prompts part, if it has not passed that point: without one its pages are useless.
+        """
+        least = self._config.herd_min_tokens
+        producer = self._in_flight.find(match.keys, len(match.path)) if least else None
+        if producer is None or self._in_flight.stalled(producer, self._config.herd_timeout_s):
+            return False
+        shared = producer.shared_pages(match.keys, len(match.path)) * self._page_tokens
+        meeting = min(shared, restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens))
+        if meeting - tokens < least:
+            return False
+        if producer.reachable(meeting) < meeting and producer.done_tokens < meeting:
+            self._ask(producer, meeting)
+        if producer.reachable(meeting) - tokens < least:
+            return False
+        self._held_since.setdefault(seq.seq_id, self._clock())
+        return True
+
+    def _ask(self, producer: Producer, position: int) -> None:
+        """Add a chunk end and a state to a running prefill. Its remaining checkpoints are the scheduler's list, kept ascending."""
+        match = self._active[producer.seq_id]
+        match.wanted[position] = StateReason.ASKED
+        producer.chunk_states.add(position)
+        insort(match.seq.checkpoints, position)
+
     def abandon(self, plan: Plan) -> None:
         """The scheduler cannot admit the sequence now: unpin; no counter moves."""
-        if self._planned.get(plan.match.seq_id) is plan.match:
-            del self._planned[plan.match.seq_id]
+        seq_id = plan.match.seq.seq_id
+        if self._planned.get(seq_id) is plan.match:
+            del self._planned[seq_id]
             self._release(plan.match)
 
     def restore(self, seq: Sequence, plan: Plan) -> None:
@@ -158,24 +201,41 @@ class PrefixCache:
         assert match is plan.match, f"sequence {seq.seq_id} is restored with a plan that is not its latest"
         began = time.perf_counter()
         tokens, reason = plan.restore_tokens, plan.reason
-        if tokens:
-            self._check_identity(seq, match.path[tokens // self._page_tokens - 1])
         if tokens and not self._intact(match, tokens):
             tokens, reason = 0, Miss.AUDIT
         if tokens:
+            self._check_identity(seq, match.path[tokens // self._page_tokens - 1])
             self._copy_in(seq, match, tokens)
             self.counters.restored(tokens // self._page_tokens * self._row_bytes + self._kv.state_bytes, time.perf_counter() - began)
-        if match.state != NONE:
-            self.cache.index.unpin_state(match.state)
-            match.state = NONE
+        self._unpin_state(match)
         self.counters.admitted(seq, tokens, reason)
+        if seq.seq_id in self._held_since:
+            self.counters.held(self._clock() - self._held_since.pop(seq.seq_id))
         seq.num_computed = tokens
         if seq.cached_tokens is None:
             seq.cached_tokens = tokens
         if seq.request.cache_write:
-            self._active[seq.seq_id] = match
+            self._begin(seq, match, tokens)
         else:
             self._release(match)
+
+    def _copy_in(self, seq: Sequence, match: _Match, tokens: int) -> None:
+        num_pages = tokens // self._page_tokens
+        self._transfer.copy_in(match.path[:num_pages], self._kv.blocks, seq.block_table[:num_pages])
+        frames = self.cache.index.state_frames(match.state)
+        self._transfer.copy_in(frames, self._staging, range(len(frames)))
+        self._kv.load_window(seq.state_slot, tokens, self._state_view)
+
+    def _begin(self, seq: Sequence, match: _Match, restored: int) -> None:
+        """The prefill starts: decide where it keeps states, and announce what it computes."""
+        self._active[seq.seq_id] = match
+        matched, anchor = len(match.path) * self._page_tokens, seq.request.cache_anchor_tokens
+        match.wanted = chunk_states(restored, matched, seq.prefill_len, anchor, self._interval, self._keep_tokens, self._page_tokens)
+        end_states = frozenset(p for p, _ in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens))
+        producer = Producer(seq.seq_id, match.keys, end_states, set(match.wanted), restored)
+        self._in_flight.register(producer, len(match.path))
+
+    # -- proof -------------------------------------------------------------------------------------------------------------
 
     def _check_identity(self, seq: Sequence, page: int) -> None:
         """A key cannot collide; a page behind the wrong key would be a defect of ours, and its end tokens show it."""
@@ -184,46 +244,43 @@ class PrefixCache:
         asked = seq.token_ids[end - self._page_tokens], seq.token_ids[end - 1]
         assert stored == asked, f"the page at {end} begins and ends with tokens {stored}, the prompt's with {asked}"
 
-    def _copy_in(self, seq: Sequence, match: _Match, tokens: int) -> None:
-        num_pages = tokens // self._page_tokens
-        self._transfer.copy_in(match.path[:num_pages], self._kv.blocks, seq.block_table[:num_pages])
-        frames = self.cache.index.state_frames(match.state)
-        self._transfer.copy_in(frames, self._staging, range(len(frames)))
-        self._kv.load_window(seq.state_slot, tokens, self._staging.view(-1)[: self._kv.state_bytes])
-
     def _intact(self, match: _Match, tokens: int) -> bool:
         """Compare checksums before a restore. What fails is dropped, so that its tokens are recomputed and stored anew."""
-        index = self.cache.index
+        index, state = self.cache.index, match.state
         if index.has_dropped(match.path):
             return False
         if not self._checksums.enabled:
             return True
         for at in self._checksums.choose(tokens // self._page_tokens):
             if self._checksums.page(match.path[at]) != index.checksum[match.path[at]]:
-                self._drop_page(match, at)
+                self.counters.checksum_errors += 1
+                self._unpin_state(match)
+                self.cache.drop(match.path[at])
+                self.cache.unpin(match.path[at:])
+                del match.path[at:]
                 return False
-        if self._checksums.state(index.state_frames(match.state), self._kv.state_bytes) != index.checksum[match.state]:
-            index.unpin_state(match.state)
-            if index.ref[match.state] == 0:
-                self.cache.remove_state(match.state, "audit")
-            match.state = NONE
+        if self._checksums.state(index.state_frames(state), self._kv.state_bytes) != index.checksum[state]:
             self.counters.checksum_errors += 1
+            self._unpin_state(match)
+            if index.ref[state] == 0:
+                self.cache.remove_state(state, "audit")
             return False
         return True
 
-    def _drop_page(self, match: _Match, at: int) -> None:
-        self.cache.index.unpin_state(match.state)
-        match.state = NONE
-        self.cache.drop(match.path[at])
-        self.cache.unpin(match.path[at:])
-        del match.path[at:]
-        self.counters.checksum_errors += 1
+    def _unpin_state(self, match: _Match) -> None:
+        if match.state != NONE:
+            self.cache.index.unpin_state(match.state)
+            match.state = NONE
 
     # -- store -------------------------------------------------------------------------------------------------------------
 
     def checkpoints(self, seq: Sequence) -> list[int]:
-        """Positions where a chunk must end. s0 and s1 need none: the rings still hold both windows when the prefill ends."""
-        return []
+        """Ascending positions where a chunk must end. s0 and s1 need none: the rings still hold both windows when the prefill ends.
+
+        A follower's wish may add one later, directly in `seq.checkpoints`.
+        """
+        match = self._active.get(seq.seq_id)
+        return sorted(match.wanted) if match is not None else []
 
     def store_chunk(self, seq: Sequence, start: int, end: int) -> None:
         """Write through what a chunk [start, end) completed; its forward pass is enqueued. Ends the sequence's pins with its prefill."""
@@ -234,11 +291,14 @@ class PrefixCache:
         if match.epoch == self._keys.epoch and not self.cache.index.has_dropped(match.path):
             began = time.perf_counter()
             self._store_pages(seq, match, start, end)
+            if end in match.wanted:
+                self._store_state(seq, match, end, match.wanted[end])
             if done:
-                self._store_states(seq, match)
+                self._store_end_states(seq, match)
             self.counters.store_seconds += time.perf_counter() - began
+        self._in_flight.progress(seq.seq_id, end)
         if done:
-            self._release(self._active.pop(seq.seq_id))
+            self._close(seq.seq_id)
 
     def _store_pages(self, seq: Sequence, match: _Match, start: int, end: int) -> None:
         """Store every complete page that is absent. Also pages of earlier chunks that found no room: their blocks are still here."""
@@ -253,41 +313,44 @@ class PrefixCache:
         with PageReservation(self.cache, upto - first) as reservation:
             frames = reservation.frames
             until = first + len(frames)
-            self._transfer.copy_out(self._kv.blocks, seq.block_table[first:until], frames)
+            blocks = seq.block_table[first:until]
+            self._transfer.copy_out(self._kv.blocks, blocks, frames)
             reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
         if self._checksums.enabled:
-            for frame in frames:
-                index.checksum[frame] = self._checksums.page(frame)
+            for frame, block in zip(frames, blocks, strict=True):
+                index.checksum[frame] = self._checksums.of(self._kv.blocks[block])
         match.path += frames
         skipped = upto - max(until, start // size)
         self.counters.stored(len(frames), size, self._row_bytes, skipped)
 
-    def _store_states(self, seq: Sequence, match: _Match) -> None:
+    def _store_end_states(self, seq: Sequence, match: _Match) -> None:
         """Keep the windows at s0 and, if frames are free, at s1."""
         for position, reason in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens):
             if reason is StateReason.RESEND or self._config.store_tail_state:
                 self._store_state(seq, match, position, reason)
+        self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
 
     def _store_state(self, seq: Sequence, match: _Match, position: int, reason: StateReason) -> None:
-        path = match.path[: position // self._page_tokens]
+        index, path = self.cache.index, match.path[: position // self._page_tokens]
         if len(path) * self._page_tokens < position:
             self.counters.store_skipped["no_page"] += 1
             return
-        index = self.cache.index
         existing = index.state_of[path[-1]]
         if existing != NONE:
             index.reason[existing] = min(index.reason[existing], reason)
             index.touch_state(existing)
             return
+        if reason in (StateReason.FORK, StateReason.ASKED):
+            self.cache.limit_forks(path, self._config.states_per_path)
         with StateReservation(self.cache, path, evict=reason is not StateReason.TAIL) as reservation:
             if not reservation.frames:
                 self.counters.store_skipped["no_state_frames"] += 1
                 return
-            self._kv.save_window(seq.state_slot, position, self._staging.view(-1)[: self._kv.state_bytes])
+            self._kv.save_window(seq.state_slot, position, self._state_view)
             self._transfer.copy_out(self._staging, range(len(reservation.frames)), reservation.frames)
             state = reservation.commit(reason)
         if self._checksums.enabled:
-            index.checksum[state] = self._checksums.state(reservation.frames, self._kv.state_bytes)
+            index.checksum[state] = self._checksums.of(self._state_view)
         self.counters.states_written[reason.name.lower()] += 1
         self.counters.store_bytes += self._kv.state_bytes
 
@@ -295,25 +358,47 @@ class PrefixCache:
 
     def finish(self, seq: Sequence) -> None:
         """Let go of everything a sequence holds, before its blocks are freed. Idempotent; on every exit path."""
+        match = self._active.get(seq.seq_id)
+        if match is not None:
+            self._snapshot(seq, match)
+            self._close(seq.seq_id)
         self._release(self._planned.pop(seq.seq_id, None))
-        self._release(self._active.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
+        self._held_since.pop(seq.seq_id, None)
+
+    def _snapshot(self, seq: Sequence, match: _Match) -> None:
+        """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.
+
+        Not after a failed forward pass: its window is not to be trusted. The rings reach back one page and `keep_tokens`.
+        """
+        position = align_down(min(seq.num_computed, len(match.path) * self._page_tokens), self._page_tokens)
+        broken = seq.finish_reason is FinishReason.ERROR or match.epoch != self._keys.epoch or self.cache.index.has_dropped(match.path)
+        if broken or position < _MIN_ABORT_TOKENS or seq.num_computed - position > self._page_tokens + self._keep_tokens:
+            return
+        self._store_state(seq, match, position, StateReason.ABORT)
+
+    def _close(self, seq_id: int) -> None:
+        """The prefill is over: nothing of it is pinned or awaited any more."""
+        self._in_flight.drop(seq_id)
+        self._release(self._active.pop(seq_id, None))
 
     def _release(self, match: _Match | None) -> None:
-        if match is None:
-            return
-        if match.state != NONE:
-            self.cache.index.unpin_state(match.state)
-            match.state = NONE
-        self.cache.unpin(match.path)
-        match.path = []
+        if match is not None:
+            self._unpin_state(match)
+            self.cache.unpin(match.path)
+            match.path = []
 
     def reset(self) -> None:
         """Forget every stored prefix in O(1). Old entries leave by recency; running sequences keep what they restored."""
         self._keys.reset()
         self._memos.clear()
+        self._in_flight.clear()
 
     # -- what people look at -----------------------------------------------------------------------------------------------
+
+    def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+        """What a prompt would restore now and why not more; see `hicache.explain`. Changes nothing."""
+        return self._explainer.explain(tokens, self._keys.page_keys(tokens, salt), salt)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, numbers only: the leaves of `prefix_cache` in the JSON metrics and the host cache's own."""
@@ -327,46 +412,28 @@ class PrefixCache:
         leaves["frames"] = {"free": pool.num_free, "page": num_pages, "state": pool.count(Owner.STATE)}
         leaves["states"] = index.num_states
         leaves["pinned_sequences"] = len(self._planned) + len(self._active)
+        leaves["held_requests"] = len(self._held_since)
         leaves["arena_bytes"] = self.arena.num_bytes
         leaves["frame_bytes"] = self.arena.frame_bytes
         return leaves
 
-    def inject_fault(self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1) -> dict[str, Any]:
-        """Change stored bytes on purpose, to show that the proof notices. For servers started with fault injection.
+    def inject_fault(
+        self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1, seconds: float = 0.005
+    ) -> dict[str, Any]:
+        """Break something on purpose, to show that the proof notices. For servers started with fault injection.
 
-        The victim is where a follow-up would resume: the most recent `resend` state. target: "page" or "state". page: index on that
-        state's path, from the root, or from the restore point when negative. byte: offset of the first flipped byte; without one,
-        `count` exponent bytes spread over the row.
+        flip: see `engine.cache_faults.flip`. drop, short: spoil the next `count` store copies. delay: make the next `count` restore
+        copies `seconds` late.
 
         Raises:
-            ConfigError: nothing is stored yet, or an argument is out of range.
+            ConfigError: unknown kind, nothing is stored yet, or an argument is out of range.
         """
-        if kind != "flip":
-            raise ConfigError(f"fault {kind!r} is unknown", hint="choose one of: flip")
-        index = self.cache.index
-        state = index.newest_state(StateReason.RESEND)
-        if state == NONE:
-            raise ConfigError("no window state is stored yet", hint="send a prompt of several pages first")
-        path = index.path_to(index.parent[state])
-        if target not in ("page", "state") or not -len(path) <= page < len(path):
-            raise ConfigError(
-                f"fault target {target!r}, page {page}", hint=f"target page or state, page in [{-len(path)}, {len(path) - 1}]"
-            )
-        frame = path[page] if target == "page" else state
-        length = self._row_bytes if target == "page" else min(self._kv.state_bytes, self.arena.frame_bytes)
-        if count < 1 or not 0 <= (byte or 0) < length or count > length // 4:
-            raise ConfigError(f"byte {byte}, count {count} do not fit {length} bytes", hint=f"count in [1, {length // 4}]")
-        step = max(4, align_down(length // count, 4))
-        offsets = [EXPONENT_BYTE + i * step for i in range(count)] if byte is None else [(byte + i * step) % length for i in range(count)]
-        flips = flip_bytes(self.arena, frame, offsets)
-        return {
-            "kind": kind,
-            "target": target,
-            "frame": frame,
-            "page": page % len(path),
-            "position": index.position[frame],
-            "flips": [asdict(flip) for flip in flips],
-        }
+        if kind == "flip":
+            return flip(self.cache, self.arena, self._row_bytes, self._kv.state_bytes, target, page, byte, count)
+        if kind not in COPY_FAULTS:
+            raise ConfigError(f"fault {kind!r} is unknown", hint=f"choose one of: flip, {', '.join(COPY_FAULTS)}")
+        self._transfer.arm(kind, count, seconds)
+        return {"kind": kind, "count": count, "seconds": seconds}
 
 
 def build_prefix_cache(config: HiCacheConfig, kv: KVCache, limits: Limits, ranks: int = 1) -> PrefixCache | None:

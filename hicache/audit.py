@@ -6,6 +6,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
+
+from torch import Tensor
 
 from hicache.host_pool import HostArena
 
@@ -31,6 +34,12 @@ class Checksums:
     @property
     def enabled(self) -> bool:
         return self.mode != "off"
+
+    def of(self, row: Tensor) -> int:
+        """Checksum of bytes on their way into the arena: row [n] uint8 in host memory. Taken from the source, so that a copy that
+        was lost or cut short is noticed too."""
+        buffer: Any = row.numpy()  # an array is a buffer, which its type only says from Python 3.12 on
+        return zlib.crc32(buffer)
 
     def page(self, frame: int) -> int:
         """Checksum of one page."""

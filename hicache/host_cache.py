@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 from hicache.host_pool import FramePool, Owner
 from hicache.index import NONE, PrefixIndex, StateReason
-from hicache.policy import page_goes_from, superseded
+from hicache.policy import Miss, dispensable_intervals, page_goes_from, restore_cap, superseded, surplus_fork
 
 
 class HostCache:
     """What is stored, in frames. One thread; every call is O(its own pages), eviction O(1) per entry.
 
-    frames_per_state: frames that one window state fills. max_states: most states, 0 = no cap.
+    frames_per_state: frames that one window state fills. max_states: most states, 0 = no cap. state_interval: distance of the
+    states within a long prompt, 0 = none.
     """
 
-    def __init__(self, num_frames: int, page_tokens: int, frames_per_state: int, max_states: int = 0) -> None:
+    def __init__(self, num_frames: int, page_tokens: int, frames_per_state: int, max_states: int = 0, state_interval: int = 0) -> None:
         assert frames_per_state > 0, f"frames_per_state is {frames_per_state}"
-        self.page_tokens, self.frames_per_state, self.max_states = page_tokens, frames_per_state, max_states
+        self.page_tokens, self.frames_per_state = page_tokens, frames_per_state
+        self.max_states, self.state_interval = max_states, state_interval
         self.pool, self.index = FramePool(num_frames), PrefixIndex(num_frames)
         self.evicted_pages = 0
         self.evicted_frames: Counter[str] = Counter()
@@ -94,9 +96,31 @@ class HostCache:
     def _thin(self, path: Sequence[int]) -> None:
         index = self.index
         states = index.states_on(path)
-        for position in superseded([(index.position[s], StateReason(index.reason[s])) for s in states]):
-            if index.ref[states[position]] == 0:
-                self.remove_state(states[position], "superseded")
+        described = [(index.position[s], StateReason(index.reason[s])) for s in states]
+        for at in {*superseded(described), *dispensable_intervals(described, self.state_interval)}:
+            if index.ref[states[at]] == 0:
+                self.remove_state(states[at], "superseded")
+
+    def limit_forks(self, path: Sequence[int], most: int) -> None:
+        """Before another fork state is kept on `path`: give up the least useful one if there are `most` already."""
+        index = self.index
+        states = index.states_on(path)
+        at = surplus_fork([(index.position[s], StateReason(index.reason[s])) for s in states], most)
+        if at is not None and index.ref[states[at]] == 0:
+            self.remove_state(states[at], "fork")
+
+    def restore_point(self, path: Sequence[int], num_tokens: int, keep_tokens: int, min_tokens: int) -> tuple[int, Miss | None]:
+        """The state from which a prompt of `num_tokens` with stored pages `path` resumes, or -1 and why there is none."""
+        cap, shortest = restore_cap(num_tokens, keep_tokens, self.page_tokens), max(min_tokens, self.page_tokens)
+        if cap < shortest:
+            return NONE, Miss.SHORT
+        if not path:
+            return NONE, Miss.NO_PAGE
+        state = self.index.deepest_state(path, cap // self.page_tokens)
+        if state != NONE and self.index.position[state] >= shortest:
+            return state, None
+        beyond = self.index.deepest_state(path, len(path))
+        return NONE, Miss.NO_STATE if beyond in (NONE, state) else Miss.KEEP_CAP
 
     def check(self) -> None:
         """Assert every invariant that can be seen from outside. For tests: O(entries)."""

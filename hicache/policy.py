@@ -59,6 +59,47 @@ def prefill_states(num_tokens: int, keep_tokens: int, page_tokens: int) -> list[
     return states
 
 
+def chunk_states(
+    restored: int, matched: int, num_tokens: int, anchor_tokens: int, interval: int, keep_tokens: int, page_tokens: int
+) -> dict[int, StateReason]:
+    """Positions inside a prefill where a chunk must end so that a state can be kept, with their reasons.
+
+    restored: where the prefill starts. matched: end of the stored pages. A fork state pays where a prompt left a stored path well
+    beyond its last state: within two pages the states of the prefill's own end are as good. interval: 0 for none.
+    """
+    last = resend_position(num_tokens, keep_tokens, page_tokens)
+    wanted = dict.fromkeys(range(interval, last, interval), StateReason.INTERVAL) if interval else {}
+    if matched - restored > 2 * page_tokens:
+        wanted[matched] = StateReason.FORK
+    wanted[align_down(anchor_tokens, page_tokens)] = StateReason.ANCHOR
+    return {p: reason for p, reason in wanted.items() if restored < p < last}
+
+
+def surplus_fork(states: Sequence[tuple[int, StateReason]], most: int) -> int | None:
+    """Index of the fork state to give up when a path, shallowest first, has `most` of them: the one that saves least. None: room."""
+    forks = [i for i, (_, reason) in enumerate(states) if reason in (StateReason.FORK, StateReason.ASKED)]
+    if len(forks) < most:
+        return None
+    return min(forks, key=lambda i: states[i][0] - (states[i - 1][0] if i else 0))
+
+
+def dispensable_intervals(states: Sequence[tuple[int, StateReason]], interval: int) -> list[int]:
+    """Interval states of a path, shallowest first, that are not the nearest to a power-of-two distance from its end. Indices."""
+    if not states or not interval:
+        return []
+    end = states[-1][0]
+    kept: set[int] = set()
+    dispensable = []
+    for i in reversed(range(len(states))):
+        if states[i][1] is not StateReason.INTERVAL:
+            continue
+        octave = max(1, (end - states[i][0]) // interval).bit_length()
+        if octave in kept:
+            dispensable.append(i)
+        kept.add(octave)
+    return sorted(dispensable)
+
+
 def superseded(states: Sequence[tuple[int, StateReason]]) -> list[int]:
     """Which (position, reason) of a path, shallowest first, later prefills made dispensable: all but the last two `RESEND`, all but
     the last `TAIL`. Returns indices. They are given up only when frames are short, since an older prompt may still come back.

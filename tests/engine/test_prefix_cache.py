@@ -40,13 +40,14 @@ def admit(cache: PrefixCache, seq: Sequence) -> Plan:
     plan = cache.plan(seq)
     device(cache).blocks.fill_(0xEE)
     cache.restore(seq, plan)
+    seq.checkpoints = cache.checkpoints(seq)
     check_restored(cache, seq, seq.num_computed)
     return plan
 
 
 def prefill(cache: PrefixCache, seq: Sequence, chunk: int = 8, stop_after: int | None = None) -> None:
     while seq.num_computed < seq.prefill_len and (stop_after is None or stop_after > 0):
-        end = min(seq.prefill_len, seq.num_computed + chunk)
+        end = min([seq.prefill_len, seq.num_computed + chunk, *(p for p in seq.checkpoints if p > seq.num_computed)])
         device(cache).compute(seq, seq.num_computed, end)
         cache.store_chunk(seq, seq.num_computed, end)
         seq.num_computed = end
@@ -307,15 +308,26 @@ class SessionModel:
         self.pages: set[tuple[int, ...]] = set()
         self.states: set[tuple[int, ...]] = set()
 
-    def cached(self, tokens: list[int]) -> int:
+    def matched(self, tokens: list[int]) -> int:
         matched = 0
         while matched + BLOCK <= len(tokens) and tuple(tokens[: matched + BLOCK]) in self.pages:
             matched += BLOCK
+        return matched
+
+    def cached(self, tokens: list[int]) -> int:
+        matched = self.matched(tokens)
         cap = (len(tokens) - KEEP) // BLOCK * BLOCK
         usable = [s for s in range(BLOCK, min(matched, cap) + 1, BLOCK) if tuple(tokens[:s]) in self.states]
         return max(usable, default=0)
 
-    def computed(self, tokens: list[int], upto: int) -> None:
+    def fork(self, tokens: list[int]) -> int:
+        """Where a prompt that leaves a stored path well beyond its last state keeps one; 0 for nowhere."""
+        matched, last = self.matched(tokens), (len(tokens) - KEEP) // BLOCK * BLOCK
+        return matched if matched - self.cached(tokens) > 2 * BLOCK and matched < last else 0
+
+    def computed(self, tokens: list[int], upto: int, fork: int) -> None:
+        if 0 < fork <= upto:
+            self.states.add(tuple(tokens[:fork]))
         self.pages |= {tuple(tokens[:end]) for end in range(BLOCK, upto + 1, BLOCK)}
         if upto == len(tokens):
             for position in ((upto - KEEP) // BLOCK * BLOCK, (upto - 1) // BLOCK * BLOCK):
@@ -345,13 +357,13 @@ def test_random_sessions_report_exactly_the_cached_tokens_of_the_model(seed: int
     total = 0
     for step in range(150):
         tokens = next_prompt(rng, history)
-        expected = model.cached(tokens)
+        expected, fork = model.cached(tokens), model.fork(tokens)
         seq = make_sequence(next(_ids), tokens)
         assert admit(cache, seq).restore_tokens == expected, f"step {step}"
         assert seq.cached_tokens == expected
         total += expected
         prefill(cache, seq, chunk=rng.choice((4, 7, 16, 200)), stop_after=rng.choice((None, None, 1, 2)))
-        model.computed(tokens, seq.num_computed)
+        model.computed(tokens, seq.num_computed, fork)
         cache.finish(seq)
         history = [*history[-7:], tokens]
     assert cache.stats()["hit_tokens_total"] == total > 0
@@ -381,6 +393,7 @@ def test_random_sessions_under_pressure_restore_only_right_bytes_and_leak_nothin
             cache.abandon(plan)
             continue
         cache.restore(seq, plan)
+        seq.checkpoints = cache.checkpoints(seq)
         check_restored(cache, seq, seq.num_computed)
         assert 0 <= seq.num_computed <= max(0, len(tokens) - KEEP)
         running.append(seq)

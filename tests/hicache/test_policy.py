@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.index import StateReason
-from hicache.policy import Victim, prefill_states, resend_position, restore_cap, superseded, tail_position, victim
+from hicache.policy import (
+    Victim,
+    chunk_states,
+    dispensable_intervals,
+    prefill_states,
+    resend_position,
+    restore_cap,
+    superseded,
+    surplus_fork,
+    tail_position,
+    victim,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +64,24 @@ def test_older_entry_goes_first_and_cheap_states_count_as_older() -> None:
     assert victim(None, None, 0, 1664) is Victim.NOTHING
     assert victim(100, 10, 128, 1664) is Victim.STATE
     assert victim(100, 7, 128, 1664) is Victim.PAGE
+
+
+def test_fork_anchor_and_interval_positions_lie_inside_the_tokens_to_compute() -> None:
+    wanted = chunk_states(restored=256, matched=2048, num_tokens=6000, anchor_tokens=1000, interval=2048, keep_tokens=140, page_tokens=128)
+    assert wanted == {2048: StateReason.FORK, 4096: StateReason.INTERVAL, 896: StateReason.ANCHOR}
+    assert chunk_states(896, 1024, 6000, 1000, 0, 140, 128) == {}
+    assert chunk_states(0, 5888, 6000, 0, 0, 140, 128) == {}
+
+
+def test_least_useful_fork_state_makes_room_for_another() -> None:
+    f, r = StateReason.FORK, StateReason.RESEND
+    states = [(1000, f), (1100, r), (1200, f), (3000, f)]
+    assert surplus_fork(states, 4) is None
+    assert surplus_fork(states, 3) == 2
+
+
+def test_intervals_thin_out_to_doubling_distances_from_the_end() -> None:
+    i, r = StateReason.INTERVAL, StateReason.RESEND
+    states = [(p * 100, i) for p in range(1, 10)] + [(1000, r)]
+    kept = [states[j][0] for j in range(9) if j not in dispensable_intervals(states, 100)]
+    assert kept == [200, 600, 800, 900]

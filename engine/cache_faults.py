@@ -1,0 +1,85 @@
+"""Damage on purpose: changed bytes in the arena, and copies that are lost, cut short or late. For tests and debug servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import ConfigError
+from hicache.audit import EXPONENT_BYTE, flip_bytes
+from hicache.host_cache import HostCache
+from hicache.host_pool import HostArena
+from hicache.index import NONE, StateReason
+from hicache.policy import align_down
+from hicache.transfer import Transfer
+
+COPY_FAULTS = ("drop", "short", "delay")
+
+
+class FaultyTransfer:
+    """A transfer whose next copies can be lost (`drop`), cut to half a row (`short`) or made late (`delay`)."""
+
+    def __init__(self, inner: Transfer) -> None:
+        self._inner, self.name = inner, inner.name
+        self._kind, self._left, self._seconds = "", 0, 0.0
+
+    def arm(self, kind: str, count: int, seconds: float) -> None:
+        """Spoil the next `count` copies: stores for drop and short, restores for delay."""
+        self._kind, self._left, self._seconds = kind, count, seconds
+
+    def _spoils(self, *kinds: str) -> bool:
+        if self._left == 0 or self._kind not in kinds:
+            return False
+        self._left -= 1
+        return True
+
+    def copy_in(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> None:
+        if self._spoils("delay"):
+            time.sleep(self._seconds)
+        self._inner.copy_in(frames, device, rows)
+
+    def copy_out(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
+        if self._spoils("drop", "short"):
+            if self._kind == "drop":
+                return
+            device = device[:, : device.shape[1] // 2]
+        self._inner.copy_out(device, rows, frames)
+
+
+def flip(
+    cache: HostCache, arena: HostArena, row_bytes: int, state_bytes: int, target: str, page: int, byte: int | None, count: int
+) -> dict[str, Any]:
+    """Flip bytes of a stored page or state where a follow-up would resume: at the most recent `resend` state.
+
+    target: "page" or "state". page: index on that state's path, from the root, or from the restore point when negative. byte: offset
+    of the first flipped byte; without one, `count` exponent bytes spread over the row. Returns what changed.
+
+    Raises:
+        ConfigError: nothing is stored yet, or an argument is out of range.
+    """
+    index = cache.index
+    state = index.newest_state(StateReason.RESEND)
+    if state == NONE:
+        raise ConfigError("no window state is stored yet", hint="send a prompt of several pages first")
+    path = index.path_to(index.parent[state])
+    if target not in ("page", "state") or not -len(path) <= page < len(path):
+        raise ConfigError(f"fault target {target!r}, page {page}", hint=f"target page or state, page in [{-len(path)}, {len(path) - 1}]")
+    frame = path[page] if target == "page" else state
+    length = row_bytes if target == "page" else min(state_bytes, arena.frame_bytes)
+    if not 1 <= count <= length // 4 or not 0 <= (byte or 0) < length:
+        raise ConfigError(f"byte {byte}, count {count} do not fit {length} bytes", hint=f"byte below {length}, count in [1, {length // 4}]")
+    step = max(4, align_down(length // count, 4))
+    first = EXPONENT_BYTE if byte is None else byte
+    flips = flip_bytes(arena, frame, [(first + i * step) % length for i in range(count)])
+    return {
+        "kind": "flip",
+        "target": target,
+        "frame": frame,
+        "page": page % len(path),
+        "position": index.position[frame],
+        "flips": [asdict(change) for change in flips],
+    }
