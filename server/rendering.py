@@ -89,12 +89,12 @@ def render_chat(encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], op
             raise BadRequest("messages", "control-token spellings in the text cannot be told from the format's own")
     ranges = control_ranges(reference, spellings)
     try:
-        token_ids = tokenizer.encode_ranges(prompt, ranges)
+        prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest("messages", "the conversation holds lone surrogates, which no text encoding has", "invalid_json") from error
     return RenderedPrompt(
         prompt=prompt,
-        token_ids=token_ids,
+        token_ids=tokenizer.encode_ranges(prompt, ranges),
         control_ranges=ranges,
         thinking=call.thinking,
         start=call.start,
