@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from engine.batch import Batch
@@ -16,6 +14,7 @@ from engine.distributed import Group, SoloGroup
 from engine.errors import ConfigError, RequestError
 from engine.metrics import rank_record
 from engine.prefill_gate import PrefillGate
+from engine.process_env import resolve_threads
 from engine.request import Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Sampled, Scheduler, SchedulerLimits
@@ -61,11 +60,10 @@ class Engine:
         self._steps = 0
         self._next_seq_id = 0
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
-        self._poison_next = False
         gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
         limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size)
         self.scheduler = Scheduler(limits, gate, self.cache, clock)
-        self.sampler = Sampler(_num_tokens(config.model, self.limits.vocab_size), limits.eos_token_ids)
+        self.sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
 
     # ---- requests
 
@@ -140,9 +138,6 @@ class Engine:
         if not step.seqs:
             return outputs
         logits = self.runner.run(step.batch)
-        if self._poison_next and step.rows:
-            self._poison_next = False
-            logits[0] = float("nan")
         sampled = self.sampler(logits, step.rows) if step.rows else Sampled([])
         outputs.extend(self.scheduler.commit(step, sampled))
         return outputs
@@ -175,7 +170,7 @@ class Engine:
             ConfigError: nothing is stored yet, or the place does not exist.
         """
         if kind == "nan":
-            self._poison_next = True
+            self.sampler.poison_next_row = True
             return {"kind": kind}
         inject = getattr(self.cache, "inject_fault", None)
         if kind != "flip" or inject is None:
@@ -189,8 +184,11 @@ class Engine:
 
 
 def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None] | None) -> Runner:
-    from engine.model_runner import ModelRunner  # torch and the model load only when a model is wanted
+    import torch
 
+    from engine.model_runner import ModelRunner  # the model's modules load only when a model is wanted
+
+    torch.set_num_threads(resolve_threads(config.num_threads, config.dp))
     return ModelRunner(config, on_progress=on_progress)
 
 
@@ -216,13 +214,3 @@ def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int) -> Sch
         chunked_prefill=config.chunked_prefill,
         stop_preempted_request=config.stop_preempted_request,
     )
-
-
-def _num_tokens(model_dir: str, vocab_size: int) -> int:
-    """Ids that the tokenizer can turn into text: one more than its largest id. Without a tokenizer file, the vocabulary."""
-    path = Path(model_dir) / "tokenizer.json"
-    if not model_dir or not path.is_file():
-        return vocab_size
-    content = json.loads(path.read_text(encoding="utf-8"))
-    ids = list(content["model"]["vocab"].values()) + [token["id"] for token in content.get("added_tokens", [])]
-    return min(vocab_size, max(ids) + 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from engine.request import SamplingParams, Sequence
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    """Whether a request with these parameters can need `edit_row` at all."""
+    """Whether a request with these parameters can need an edit at all."""
     return bool(
         params.logit_bias
         or params.repetition_penalty != 1.0
@@ -21,23 +22,50 @@ def edits_logits(params: SamplingParams) -> bool:
     )
 
 
-def edit_row(row: Tensor, seq: Sequence, eos_token_ids: frozenset[int]) -> None:
-    """Change one row in place, in this order: logit_bias, repetition, frequency and presence penalty, no end before min_tokens.
+@dataclass(slots=True)
+class _Seen:
+    """Which ids occur in the first `num_tokens` tokens of a sequence. mask: [V] bool."""
 
-    row: [V] fp32, raw logits. Repetition counts prompt and output ids, the other two output ids only.
-    """
-    params = seq.request.params
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=row.device)
-        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
-    if params.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(set(seq.token_ids)), device=row.device)
-        values = row[ids]
-        row[ids] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if seq.output_len and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
-        counts = Counter(seq.token_ids[seq.prompt_len :])
-        ids = torch.tensor(list(counts), device=row.device)
-        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
-        row[ids] -= params.frequency_penalty * times + params.presence_penalty
-    if seq.output_len < params.min_tokens:
-        row[sorted(eos_token_ids.union(params.stop_token_ids))] = float("-inf")
+    mask: Tensor
+    num_tokens: int
+
+
+class LogitEdits:
+    """Edits rows in place. Remembers the ids that a sequence has seen, so that a step costs its new tokens, not its whole prompt."""
+
+    def __init__(self, eos_token_ids: frozenset[int], max_remembered: int = 512) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._max_remembered = max_remembered
+        self._seen: OrderedDict[int, _Seen] = OrderedDict()
+
+    def apply(self, row: Tensor, seq: Sequence) -> None:
+        """In this order: logit_bias, repetition, frequency and presence penalty, no end before min_tokens.
+
+        row: [V] fp32, raw logits. Repetition counts prompt and output ids, the other two output ids only.
+        """
+        params = seq.request.params
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=row.device)
+            row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
+        if params.repetition_penalty != 1.0:
+            penalised = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+            row.copy_(torch.where(self._seen_mask(row, seq), penalised, row))
+        if seq.output_len and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+            counts = Counter(seq.token_ids[seq.prompt_len :])
+            ids = torch.tensor(list(counts), device=row.device)
+            times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+            row[ids] -= params.frequency_penalty * times + params.presence_penalty
+        if seq.output_len < params.min_tokens:
+            row[sorted(self._eos_token_ids.union(params.stop_token_ids))] = float("-inf")
+
+    def _seen_mask(self, row: Tensor, seq: Sequence) -> Tensor:
+        """[V] bool of the ids in prompt and output. Tokens are only ever appended, so the mask only grows."""
+        seen = self._seen.pop(seq.seq_id, None)
+        if seen is None:
+            seen = _Seen(torch.zeros_like(row, dtype=torch.bool), 0)
+        seen.mask[torch.tensor(seq.token_ids[seen.num_tokens :], device=row.device, dtype=torch.int64)] = True
+        seen.num_tokens = len(seq.token_ids)
+        self._seen[seq.seq_id] = seen
+        if len(self._seen) > self._max_remembered:
+            self._seen.popitem(last=False)
+        return seen.mask

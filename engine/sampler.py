@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.logit_edits import edit_row, edits_logits
+from engine.logit_edits import LogitEdits, edits_logits
 from engine.random_keys import draws53
 from engine.request import SamplingParams, Sequence, TokenLogprob
 from engine.scheduler import Sampled
@@ -38,17 +38,22 @@ class Sampler:
 
     def __init__(self, num_tokens: int, eos_token_ids: frozenset[int]) -> None:
         self.num_tokens = num_tokens
-        self.eos_token_ids = eos_token_ids
+        self._edits = LogitEdits(eos_token_ids)
+        self.poison_next_row = False  # fault injection: the next step's first row becomes NaN
         self._traits: dict[int, _Traits] = {}
 
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: list[Sequence]) -> Sampled:
-        """logits: [R, V] fp32, changed in place only at ids without a token. rows: the R sequences, in order.
+        """logits: [R, V] fp32; may be changed in place at ids without a token. rows: the R sequences, in order.
 
         A row with NaN, +inf or nothing but -inf gets an error and harms no other row.
         """
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
         if self.num_tokens < logits.shape[1]:
             logits[:, self.num_tokens :] = float("-inf")
+        if self.poison_next_row and rows:
+            self.poison_next_row = False
+            logits[0] = float("nan")
         traits = [self._traits_of(seq.request.params) for seq in rows]
         if all(t.plain_greedy for t in traits):
             best, ids = logits.max(dim=-1)
@@ -74,7 +79,7 @@ class Sampler:
         work = logits.clone()
         for i, (seq, t) in enumerate(zip(rows, traits, strict=True)):
             if t.edits:
-                edit_row(work[i], seq, self.eos_token_ids)
+                self._edits.apply(work[i], seq)
         return work
 
     def _traits_of(self, params: SamplingParams) -> _Traits:

@@ -21,6 +21,7 @@ class FakeLimits:
     num_blocks: int = 24
     num_state_slots: int = 6
     vocab_size: int = 32
+    tokenizer_size: int = 10**6
     eos_token_id: int = 1
     keep_tokens: int = 0
     ngram_history: int = 2

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RequestError
-from engine.logit_edits import edit_row
+from engine.logit_edits import LogitEdits
 from engine.request import Request, SamplingParams, Sequence
 from engine.sampler import FIXED_ONE, LOGPROB_FLOOR, Sampler, draw, fixed_point, probabilities
 
@@ -17,8 +17,9 @@ EOS = frozenset([1])
 
 
 def row(seed: int = 0, prompt=(3, 4, 5), output=(), **params) -> Sequence:
-    request = Request(f"r{next(_ids)}", list(prompt), SamplingParams(**{"max_tokens": 100, **params}))
-    return Sequence(0, request, 0.0, seed, [*prompt, *output], len(prompt), len(prompt))
+    number = next(_ids)
+    request = Request(f"r{number}", list(prompt), SamplingParams(**{"max_tokens": 100, **params}))
+    return Sequence(number, request, 0.0, seed, [*prompt, *output], len(prompt), len(prompt))
 
 
 def sampler(num_tokens: int = 10**6) -> Sampler:
@@ -83,10 +84,10 @@ def test_draws_follow_the_tempered_softmax(vocab: int, temperature: float):
 
 
 def test_draws_follow_the_softmax_of_the_full_vocabulary():
-    vocab, num = 129_280, 1_500
+    vocab, num = 129_280, 400
     logits = torch.zeros(1, vocab)
     logits[0, ::1000] = 8.0
-    tokens = torch.cat([draw(logits.expand(100, -1), [row(seed) for seed in range(first, first + 100)]) for first in range(0, num, 100)])
+    tokens = torch.cat([draw(logits.expand(50, -1), [row(seed) for seed in range(first, first + 50)]) for first in range(0, num, 50)])
     peaks = (tokens % 1000 == 0).sum().item()
     share = 130 * math.exp(8) / (130 * math.exp(8) + vocab - 130)
     assert abs(peaks - num * share) < 3.3 * math.sqrt(num * share * (1 - share))
@@ -205,7 +206,7 @@ def test_min_p_is_relative_to_the_largest():
 
 def edited(logits: list[float], **arguments) -> list[float]:
     tensor = torch.tensor(logits)
-    edit_row(tensor, row(**arguments), EOS)
+    LogitEdits(EOS).apply(tensor, row(**arguments))
     return tensor.tolist()
 
 
@@ -216,6 +217,18 @@ def test_bias_is_added_before_the_penalties():
 def test_repetition_counts_prompt_and_output_once_each():
     logits = [4.0, -4.0, 4.0, 4.0]
     assert edited(logits, prompt=[0, 0, 1], output=[2], repetition_penalty=2.0) == [2.0, -8.0, 2.0, 4.0]
+
+
+@given(tokens=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6))
+def test_what_a_sequence_has_seen_is_remembered_over_its_steps(tokens):
+    edits, one, other = LogitEdits(EOS, max_remembered=1), row(prompt=[0], repetition_penalty=2.0), row(prompt=[9], repetition_penalty=2.0)
+    for step, new in enumerate(tokens):
+        one.token_ids += new
+        if step % 2:
+            edits.apply(torch.ones(10), other)  # pushes `one` out of the memory: it is built again
+        logits = torch.ones(10)
+        edits.apply(logits, one)
+        assert logits.tolist() == [0.5 if i in one.token_ids else 1.0 for i in range(10)]
 
 
 def test_frequency_and_presence_count_output_only():
