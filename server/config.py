@@ -31,6 +31,7 @@ class ServerConfig:
     restart: str = knob("on-failure", "What to do when a rank dies.", choices=("on-failure", "never"))
     rank_header: bool = knob(False, "Answer with X-DeepInfer-Rank.")
     debug_faults: bool = knob(False, "Offer POST /deepinfer/debug/fault. For tests only.")
+    render_route: bool = knob(False, "Offer POST /deepinfer/render, which shows the exact prompt of a chat body.")
     docs: bool = knob(False, "Serve /docs and /openapi.json.")
     log_level: str = knob("info", "Least severe lines that reach the log.", choices=("debug", "info", "warning", "error"))
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from engine.errors import ConfigError, DixError, MachineError
 
-__all__ = ["ApiError", "BadRequest", "ConfigError", "DixError", "MachineError", "PortInUse", "ServerFailed", "ServerUnreachable", "Unavailable"]
+__all__ = [
+    "ApiError",
+    "BadRequest",
+    "ConfigError",
+    "DixError",
+    "MachineError",
+    "PortInUse",
+    "ServerFailed",
+    "ServerUnreachable",
+    "Unavailable",
+]
 
 
 class PortInUse(MachineError):
@@ -32,7 +42,14 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, code: str | None, message: str, *, type: str = "invalid_request_error", param: str | None = None, retry_after_s: int = 0
+        self,
+        status: int,
+        code: str | None,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        retry_after_s: int = 0,
     ) -> None:
         super().__init__(message)
         self.status = status

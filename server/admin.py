@@ -1,0 +1,159 @@
+"""Routes that are not generation: health, metrics, models, tokenisation, cache and scheduling operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server import protocol
+from server.answers import FINGERPRINT
+from server.errors import ApiError, BadRequest, Unavailable
+from server.fields import Fields
+from server.front_state import Front
+from server.json_body import read_object
+from server.json_response import JsonResponse
+from server.metrics import json_document
+from server.prometheus import CONTENT_TYPE, exposition
+from server.schemas import check_model
+
+OWN_FAULTS = frozenset({"exit", "raise", "hang"})  # these leave no rank that could answer
+
+
+def live() -> Response:
+    return JsonResponse({"status": "ok"})
+
+
+def health(front: Front, *, strict: bool) -> Response:
+    """`strict` (readiness) is 503 while draining too.
+
+    Raises:
+        Unavailable: a rank is dead, hung or not ready.
+    """
+    total = len(front.pool.ranks)
+    if strict or not front.pool.draining:
+        front.pool.check_available()
+    if complaint := front.pool.complaint():
+        raise Unavailable("engine_dead", f"not healthy: {complaint}", retry_after_s=2)
+    return JsonResponse({"status": "ok", "ranks": {"ready": total, "total": total}})
+
+
+def version() -> Response:
+    return JsonResponse({"name": "dix", "version": FINGERPRINT.partition("-")[2]})
+
+
+def prometheus(front: Front) -> Response:
+    return Response(exposition(front.metrics.registry), media_type=CONTENT_TYPE)
+
+
+def metrics(front: Front) -> Response:
+    return JsonResponse(json_document(front.metrics, front.pool, front.state))
+
+
+def model_entry(front: Front) -> dict[str, Any]:
+    limits = front.pool.limits
+    created = int(front.metrics.started_unix_s)
+    entry: dict[str, Any] = {"id": front.launch.served_name, "object": "model", "created": created, "owned_by": "dix"}
+    if limits is not None:
+        entry["max_model_len"] = limits.max_model_len
+    return entry
+
+
+def models(front: Front) -> Response:
+    return JsonResponse({"object": "list", "data": [model_entry(front)]})
+
+
+def model(front: Front, name: str) -> Response:
+    check_model(Fields({"model": name}), (front.launch.served_name,))
+    return JsonResponse(model_entry(front))
+
+
+async def tokenize(front: Front, http: HttpRequest) -> Response:
+    """Ids of a chat body or of a plain prompt.
+
+    Raises:
+        ApiError: as for the generation routes.
+    """
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    fields = Fields(body)
+    check_model(fields, (front.launch.served_name,))
+    text = front.text
+    if body.get("messages") is not None:
+        ids = (await front.workers.run(text.render_chat, body)).token_ids
+    else:
+        prompt = fields.string("prompt", front.config.max_body_bytes)
+        if prompt is None:
+            raise fields.fail("prompt", "is missing: send messages or prompt", "missing_field")
+        ids = await front.workers.run(text.tokenizer.encode, prompt, fields.boolean("add_special_tokens", True))
+    return JsonResponse({"tokens": ids, "count": len(ids), "max_model_len": front.limits.max_model_len})
+
+
+async def detokenize(front: Front, http: HttpRequest) -> Response:
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    fields = Fields(body)
+    if body.get("tokens") is None:
+        raise fields.fail("tokens", "is missing", "missing_field")
+    ids = fields.token_ids("tokens", front.limits.vocab_size, front.config.max_body_bytes)
+    return JsonResponse({"prompt": await front.workers.run(front.text.tokenizer.decode, list(ids))})
+
+
+async def render(front: Front, http: HttpRequest) -> Response:
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    rendered = await front.workers.run(front.text.render_chat, body)
+    return JsonResponse({"prompt": rendered.prompt, "tokens": rendered.token_ids, "count": len(rendered.token_ids)})
+
+
+async def reset_prefix_cache(front: Front) -> Response:
+    """200 when every rank has forgotten its prefixes; the router forgets where they were."""
+    await front.pool.operate(protocol.ResetCache)
+    front.pool.router.forget(view.rank for view in front.pool.ranks)
+    return JsonResponse({})
+
+
+def scheduling(front: Front) -> dict[str, Any]:
+    engine = front.launch.engine
+    values = {"prefill_any_interval": engine.prefill_any_interval, "prefill_attempt_interval": engine.prefill_attempt_interval}
+    return {**values, **front.intervals}
+
+
+async def set_scheduling(front: Front, http: HttpRequest) -> Response:
+    """All ranks switch at the same decode step: the value travels with a vote.
+
+    Raises:
+        ApiError: 409 while a change is pending.
+    """
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    fields = Fields(body)
+    names = ("prefill_any_interval", "prefill_attempt_interval")
+    values = {name: fields.integer(name, 1, 1_000_000) for name in names}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    unknown = [name for name in body if name not in names]
+    if unknown or not chosen:
+        raise BadRequest(unknown[0][:64] if unknown else None, f"send {' or '.join(names)}")
+    if front.interval_change_pending:
+        raise ApiError(409, "change_pending", "another change is pending: try again")
+    front.interval_change_pending = True
+    try:
+        await front.pool.operate(
+            lambda operation: protocol.SetScheduling(operation, values["prefill_attempt_interval"], values["prefill_any_interval"])
+        )
+    finally:
+        front.interval_change_pending = False
+    front.intervals.update(chosen)
+    return JsonResponse(scheduling(front))
+
+
+async def debug_fault(front: Front, http: HttpRequest) -> Response:
+    """Break a rank on purpose: {"kind": "flip" | "exit" | "raise" | "hang", "rank": 0 or absent for all}."""
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    fields = Fields(body)
+    kind = fields.string("kind", 64)
+    if kind is None:
+        raise fields.fail("kind", "is missing", "missing_field")
+    rank = fields.integer("rank", 0, len(front.pool.ranks) - 1)
+    ranks = None if rank is None else [rank]
+    if kind in OWN_FAULTS:
+        front.pool.send_fault(kind, ranks)
+        return JsonResponse({"ranks": [], "sent": True})
+    return JsonResponse({"ranks": await front.pool.operate(lambda operation: protocol.Fault(operation, kind), ranks)})

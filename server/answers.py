@@ -1,0 +1,140 @@
+"""The JSON of answers: chunks and complete messages of chat and plain completions, and usage. Pure functions of pieces."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.choice import Choice, Entry
+from server.output_parser import Delta, DeltaKind
+from server.tickets import Ticket
+
+FINGERPRINT = "dix-0.1.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of one answer has in common."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def with_choices(self, choices: list[dict[str, Any]], object_suffix: str = "") -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object + object_suffix,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def new_head(kind: str, prefix: str, model: str) -> Head:
+    return Head(f"{prefix}-{secrets.token_hex(16)}", kind, int(time.time()), model)
+
+
+def usage(ticket: Ticket, choices: list[Choice]) -> dict[str, Any]:
+    """Always numbers. The prompt counts once, output of all choices is summed."""
+    completion = sum(choice.num_tokens for choice in choices)
+    reasoning = sum(choice.parser.reasoning_tokens for choice in choices)
+    return usage_of(ticket.prompt_len, completion, ticket.cached_tokens, reasoning)
+
+
+def usage_of(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "prompt_cache_hit_tokens": cached,
+        "prompt_cache_miss_tokens": prompt - cached,
+    }
+
+
+def chat_delta(piece: Delta) -> dict[str, Any]:
+    """One kind per chunk: common clients look at one and drop the others."""
+    match piece.kind:
+        case DeltaKind.REASONING:
+            return {"reasoning_content": piece.text}
+        case DeltaKind.CONTENT:
+            return {"content": piece.text}
+        case DeltaKind.TOOL_START:
+            call = {"index": piece.call_index, "id": piece.call_id, "type": "function", "function": {"name": piece.text, "arguments": ""}}
+            return {"tool_calls": [call]}
+        case DeltaKind.TOOL_ARGUMENTS:
+            return {"tool_calls": [{"index": piece.call_index, "function": {"arguments": piece.text}}]}
+
+
+def logprobs_of(kind: DeltaKind, entries: list[Entry]) -> dict[str, Any]:
+    name = "reasoning_content" if kind is DeltaKind.REASONING else "content"
+    return {name: entries} if name == "content" else {"content": None, name: entries}
+
+
+def chunk_choice(
+    index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+@dataclass(slots=True)
+class Message:
+    """Collects the pieces of one choice into a complete message: exactly what the deltas of a stream add up to."""
+
+    thinking: bool
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: dict[DeltaKind, list[Entry]] = field(default_factory=lambda: {DeltaKind.CONTENT: [], DeltaKind.REASONING: []})
+
+    def add(self, piece: Delta, logprobs: list[Entry]) -> None:
+        match piece.kind:
+            case DeltaKind.CONTENT:
+                self.content.append(piece.text)
+            case DeltaKind.REASONING:
+                self.reasoning.append(piece.text)
+            case DeltaKind.TOOL_START:
+                self.calls.append({"id": piece.call_id, "name": piece.text, "arguments": []})
+            case DeltaKind.TOOL_ARGUMENTS:
+                self.calls[piece.call_index]["arguments"].append(piece.text)
+        if logprobs:
+            self.logprobs[piece.kind] += logprobs
+
+    def to_choice(self, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
+        text = "".join(self.content)
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
+        if self.thinking:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": "".join(call["arguments"])}}
+                for call in self.calls
+            ]
+        logprobs = None
+        if with_logprobs:
+            logprobs = {"content": self.logprobs[DeltaKind.CONTENT]}
+            if self.thinking:
+                logprobs["reasoning_content"] = self.logprobs[DeltaKind.REASONING]
+        answer = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        if choice.stop_reason is not None:
+            answer["stop_reason"] = choice.stop_reason
+        return answer
+
+
+def plain_logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
+    """The parallel lists of plain completions; offsets count characters of the choice's text."""
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry["token"])
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+        "text_offset": offsets,
+    }

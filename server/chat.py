@@ -1,0 +1,128 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.answers import Head, Message, chat_delta, chunk_choice, logprobs_of, new_head, usage
+from server.choice import Choice
+from server.errors import ApiError
+from server.front_state import Front
+from server.generation import Generation, begin, rank_headers, resolve_max_tokens
+from server.json_body import read_object
+from server.json_response import JsonResponse
+from server.output_parser import Delta
+from server.rendering import RenderedPrompt
+from server.schemas import CommonRequest, default_max_tokens, parse_common
+from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
+from server.text import MAX_EFFORT
+
+
+async def create(front: Front, http: HttpRequest) -> Response:
+    """Validate, render, dispatch, answer. Every refusal happens before the status line.
+
+    Raises:
+        ApiError: the refusal. ClientGone: the client left a non-streaming request.
+    """
+    front.metrics.received_total += 1
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    request = parse_common(body, front.bounds, chat=True)
+    front.metrics.unknown_fields.update(request.unknown)
+    if body.get("messages") is None:
+        raise ApiError(400, "missing_field", "messages is missing", param="messages")
+    rendered = await front.workers.run(front.text.render_chat, body)
+    thinking = rendered.thinking
+    default = default_max_tokens(thinking.enabled, thinking.number >= MAX_EFFORT)
+    max_tokens = resolve_max_tokens(front, request, len(rendered.token_ids), default)
+    one_call = body.get("parallel_tool_calls") is False
+    generation = await begin(
+        front, http, request, rendered.token_ids, max_tokens, lambda: front.text.chat_parser(rendered, request.stop, one_call)
+    )
+    head = new_head("chat.completion", "chatcmpl", request.model)
+    headers = rank_headers(front, generation.ticket)
+    if not request.stream:
+        try:
+            answer = await until_disconnect(http.receive, _complete(generation, request, head, rendered))
+        finally:
+            generation.close()
+        return JsonResponse(answer, headers=headers)
+    front.metrics.streams_open += 1
+
+    def on_close() -> None:
+        front.metrics.streams_open -= 1
+        generation.close()
+
+    return EventStream(_events(generation, request, head), on_close, headers)
+
+
+async def _complete(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> dict[str, Any]:
+    messages = [Message(rendered.thinking.enabled) for _ in generation.choices]
+    async for batch in generation.pieces():
+        for choice, piece in batch or ():
+            messages[choice.index].add(piece, choice.logprobs(piece))
+    choices = [message.to_choice(choice, request.logprobs) for message, choice in zip(messages, generation.choices, strict=True)]
+    return {**head.with_choices(choices), "usage": usage(generation.ticket, generation.choices)}
+
+
+class ChunkWriter:
+    """Frames pieces as chunks of one stream, with usage where the client asked for it."""
+
+    def __init__(self, generation: Generation, request: CommonRequest, head: Head) -> None:
+        self.generation = generation
+        self.request = request
+        self.head = head
+
+    def chunk(self, choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None) -> bytes:
+        value = self.head.with_choices(choices, ".chunk")
+        if self.request.continuous_usage:
+            value["usage"] = usage(self.generation.ticket, self.generation.choices)
+        elif self.request.include_usage:
+            value["usage"] = usage_now
+        return event(value)
+
+    def opening(self) -> bytes:
+        return b"".join(
+            self.chunk([chunk_choice(choice.index, {"role": "assistant", "content": ""})]) for choice in self.generation.choices
+        )
+
+    def piece(self, choice: Choice, piece: Delta) -> bytes:
+        entries = choice.logprobs(piece)
+        logprobs = logprobs_of(piece.kind, entries) if entries else None
+        return self.chunk([chunk_choice(choice.index, chat_delta(piece), None, logprobs)])
+
+    def finish(self, choice: Choice) -> bytes:
+        last = chunk_choice(choice.index, {}, choice.finish_reason)
+        if choice.stop_reason is not None:
+            last["stop_reason"] = choice.stop_reason
+        return self.chunk([last])
+
+    def closing(self) -> bytes:
+        if not self.request.include_usage:
+            return DONE
+        return self.chunk([], usage(self.generation.ticket, self.generation.choices)) + DONE
+
+
+async def _events(generation: Generation, request: CommonRequest, head: Head) -> AsyncIterator[bytes]:
+    writer = ChunkWriter(generation, request, head)
+    ended: set[int] = set()
+    yield writer.opening()
+    try:
+        async for batch in generation.pieces():
+            if batch is None:
+                yield KEEP_ALIVE
+                continue
+            data = [writer.piece(choice, piece) for choice, piece in batch]
+            for choice in generation.choices:
+                if choice.finish_reason is not None and choice.index not in ended:
+                    ended.add(choice.index)
+                    data.append(writer.finish(choice))
+            if data:
+                yield b"".join(data)
+    except ApiError as error:
+        yield error_event(error)
+        return
+    yield writer.closing()

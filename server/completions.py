@@ -1,0 +1,145 @@
+"""POST /v1/completions: plain prompts, no chat format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.answers import Head, new_head, plain_logprobs, usage_of
+from server.choice import Choice
+from server.errors import ApiError
+from server.front_state import Front
+from server.generation import Generation, begin, rank_headers, resolve_max_tokens
+from server.json_body import read_object
+from server.json_response import JsonResponse
+from server.output_parser import Delta
+from server.schemas import CommonRequest, parse_common, parse_prompts, refuse_plain_extras
+from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
+
+DEFAULT_TOKENS = 16
+
+
+async def create(front: Front, http: HttpRequest) -> Response:
+    """Several prompts are several generations; choice numbers run over all of them.
+
+    Raises:
+        ApiError: the refusal. ClientGone: the client left a non-streaming request.
+    """
+    front.metrics.received_total += 1
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    request = parse_common(body, front.bounds, chat=False)
+    refuse_plain_extras(body)
+    prompts = await front.workers.run(_encode_all, front, parse_prompts(body, front.limits.vocab_size))
+    limits = [resolve_max_tokens(front, request, len(ids), DEFAULT_TOKENS) for ids in prompts]
+    generations: list[Generation] = []
+
+    def close_all() -> None:
+        for generation in generations:
+            generation.close()
+
+    try:
+        for ids, max_tokens in zip(prompts, limits, strict=True):
+            generations.append(await begin(front, http, request, ids, max_tokens, lambda: front.text.plain_parser(request.stop)))
+    except ApiError:
+        close_all()
+        raise
+    head = new_head("text_completion", "cmpl", request.model)
+    headers = rank_headers(front, generations[0].ticket)
+    if not request.stream:
+        try:
+            answer = await until_disconnect(http.receive, _complete(generations, request, head))
+        finally:
+            close_all()
+        return JsonResponse(answer, headers=headers)
+    front.metrics.streams_open += 1
+
+    def on_close() -> None:
+        front.metrics.streams_open -= 1
+        close_all()
+
+    return EventStream(_events(generations, request, head), on_close, headers)
+
+
+def _encode_all(front: Front, prompts: list[str | list[int]]) -> list[list[int]]:
+    tokenizer = front.text.tokenizer
+    encoded = [tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt for prompt in prompts]
+    if not all(encoded):
+        raise ApiError(400, "invalid_value", "prompt must not be empty", param="prompt")
+    return encoded
+
+
+def _usage(generations: list[Generation]) -> dict[str, Any]:
+    completion = sum(choice.num_tokens for generation in generations for choice in generation.choices)
+    prompt = sum(generation.ticket.prompt_len for generation in generations)
+    return usage_of(prompt, completion, sum(generation.ticket.cached_tokens for generation in generations), 0)
+
+
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None, choice: Choice) -> dict[str, Any]:
+    answer = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    if finish_reason is not None and choice.stop_reason is not None:
+        answer["stop_reason"] = choice.stop_reason
+    return answer
+
+
+async def _complete(generations: list[Generation], request: CommonRequest, head: Head) -> dict[str, Any]:
+    results = await asyncio.gather(*(_collect(generation) for generation in generations))
+    choices: list[dict[str, Any]] = []
+    for generation, texts in zip(generations, results, strict=True):
+        for choice, pieces in zip(generation.choices, texts, strict=True):
+            entries = [entry for piece in pieces for entry in choice.logprobs(piece)]
+            logprobs = plain_logprobs(entries, 0) if request.logprobs else None
+            choices.append(_choice(len(choices), "".join(piece.text for piece in pieces), choice.finish_reason, logprobs, choice))
+    return {**head.with_choices(choices), "usage": _usage(generations)}
+
+
+async def _collect(generation: Generation) -> list[list[Delta]]:
+    pieces: list[list[Delta]] = [[] for _ in generation.choices]
+    async for batch in generation.pieces():
+        for choice, piece in batch or ():
+            pieces[choice.index].append(piece)
+    return pieces
+
+
+async def _events(generations: list[Generation], request: CommonRequest, head: Head) -> AsyncIterator[bytes]:
+    """Prompts are streamed one after the other; their generations run at the same time."""
+
+    def chunk(choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None) -> bytes:
+        value = head.with_choices(choices)
+        if request.continuous_usage:
+            value["usage"] = _usage(generations)
+        elif request.include_usage:
+            value["usage"] = usage_now
+        return event(value)
+
+    try:
+        for number, generation in enumerate(generations):
+            async for data in _one_prompt(generation, number * request.n, request, chunk):
+                yield data
+    except ApiError as error:
+        yield error_event(error)
+        return
+    yield (chunk([], _usage(generations)) if request.include_usage else b"") + DONE
+
+
+async def _one_prompt(generation: Generation, first: int, request: CommonRequest, chunk: Any) -> AsyncIterator[bytes]:
+    ended: set[int] = set()
+    offsets = [0] * len(generation.choices)
+    async for batch in generation.pieces():
+        if batch is None:
+            yield KEEP_ALIVE
+            continue
+        data = []
+        for choice, piece in batch:
+            logprobs = plain_logprobs(choice.logprobs(piece), offsets[choice.index]) if request.logprobs else None
+            offsets[choice.index] += len(piece.text)
+            data.append(chunk([_choice(first + choice.index, piece.text, None, logprobs, choice)]))
+        for choice in generation.choices:
+            if choice.finish_reason is not None and choice.index not in ended:
+                ended.add(choice.index)
+                data.append(chunk([_choice(first + choice.index, "", choice.finish_reason, None, choice)]))
+        if data:
+            yield b"".join(data)

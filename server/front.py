@@ -1,0 +1,176 @@
+"""The HTTP process: `python -m server.front`. Serves from its first moment (503 until ready) on the socket that the supervisor bound."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from server import parent_death
+from server.app import create_app
+from server.errors import DixError, Unavailable
+from server.front_state import Front
+from server.heartbeat import HeartbeatFile
+from server.launch import Launch, load_launch
+from server.logs import open_log
+from server.metrics import FrontMetrics
+from server.prometheus import RankCollector
+from server.rank_pool import RankPool
+from server.router import Router
+from server.text import load_text
+from server.workers import Workers
+
+CLOSE_PATIENCE_S = 1.0
+log = logging.getLogger("front")
+
+
+def build_front(launch: Launch) -> Front:
+    router = Router(launch.server.routing)
+    pool = RankPool(launch.socket_address, launch.engine.dp, launch.server, router, HeartbeatFile(launch.heartbeat_path))
+    metrics = FrontMetrics(launch.served_name)
+    pool.on_output = metrics.on_output
+    metrics.registry.register(RankCollector(metrics, pool))
+    return Front(launch, pool, metrics, Workers())
+
+
+class Control:
+    """The channel to the supervisor: its news in, ours out."""
+
+    def __init__(self, front: Front, server: uvicorn.Server, connection: socket.socket) -> None:
+        self.front = front
+        self.server = server
+        self.connection = connection
+        self._ready_generation = 0
+        front.tell = self.tell
+        front.pool.on_ready = self.maybe_serve
+
+    def tell(self, message: dict[str, Any]) -> None:
+        # A few short lines in the life of a server: the socket's buffer always has room.
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    async def listen(self) -> None:
+        """Until the supervisor closes the channel, which it only does by dying."""
+        reader, _writer = await asyncio.open_connection(sock=self.connection.dup())
+        async for line in reader:
+            await self._apply(json.loads(line))
+        os._exit(70)
+
+    async def _apply(self, message: dict[str, Any]) -> None:
+        pool, watchdog = self.front.pool, self.front.metrics.watchdog
+        match message["op"]:
+            case "keys":
+                self.front.keys = [key.encode() for key in message["keys"]]
+            case "generation":
+                pool.begin_generation(message["generation"])
+                watchdog.restarts_total += message["generation"] > 1
+            case "ready":
+                self._ready_generation = message["generation"]
+                self.maybe_serve()
+            case "failed":
+                watchdog.deaths_total += message["kind"] == "death"
+                watchdog.hangs_total += message["kind"] == "hang"
+                pool.dead = not message["restarting"]
+                failed = pool.fail_all(Unavailable("rank_failed", f"the engine failed: {message['message']}", retry_after_s=2))
+                watchdog.failed_requests_total += failed
+                pool.router.forget(view.rank for view in pool.ranks)
+                log.error("%s; failed %d open requests", message["message"], failed)
+            case "drain":
+                pool.draining = True
+                self.front.check_drained()
+            case "finish":
+                await self._finish()
+
+    def maybe_serve(self) -> None:
+        """Begin to serve once the supervisor, every rank of this generation and the tokenizer are ready."""
+        pool = self.front.pool
+        if pool.serving or self._ready_generation != pool.generation or not pool.all_connected or not self.front.text_loaded:
+            return
+        pool.serving = True
+        self.tell({"event": "serving", "generation": pool.generation})
+
+    async def _finish(self) -> None:
+        self.front.pool.draining = True
+        self.front.pool.fail_all(Unavailable("draining", "the server is shutting down"))
+        for _ in range(int(CLOSE_PATIENCE_S / 0.02)):
+            if self.front.pool.num_open == 0:
+                break
+            await asyncio.sleep(0.02)
+        self.server.should_exit = True
+
+    async def prepare_text(self) -> None:
+        try:
+            self.front.set_text(await self.front.workers.run(load_text, self.front.launch))
+        except DixError as error:
+            log.error("%s", error)
+            self.tell({"event": "fatal", "message": str(error), "hint": error.hint, "exit_code": error.exit_code})
+            return
+        self.maybe_serve()
+
+
+async def run(launch: Launch, control: socket.socket, listener: socket.socket) -> None:
+    front = build_front(launch)
+    config = uvicorn.Config(
+        create_app(front),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=120,
+        timeout_graceful_shutdown=1,
+        backlog=1024,
+    )
+    server = uvicorn.Server(config)
+    channel = Control(front, server, control)
+    tasks = [asyncio.create_task(work) for work in (front.pool.receive_forever(), channel.listen(), channel.prepare_text())]
+    for task in tasks:
+        task.add_done_callback(_exit_on_bug)
+    await server.serve(sockets=[listener])
+    for task in tasks:
+        task.cancel()
+    front.workers.close()
+
+
+def _exit_on_bug(task: asyncio.Task[None]) -> None:
+    """A background task of the front never fails in normal operation; without it the front is useless, so it must not linger."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("front task failed", exc_info=error)
+        logging.shutdown()
+        os._exit(70)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="server.front")
+    parser.add_argument("launch", type=Path)
+    for name in ("control", "listener", "parent"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args(arguments)
+    parent_death.arm(options.parent)
+    faulthandler.enable(all_threads=True)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    launch = load_launch(options.launch)
+    open_log(launch.log_dir, "front", launch.server.log_level)
+    control = socket.socket(fileno=options.control)
+    listener = socket.socket(fileno=options.listener)
+    for inherited in (control, listener):
+        inherited.set_inheritable(False)
+    uvloop.run(run(launch, control, listener))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(0)  # worker threads may still tokenise for clients that are gone

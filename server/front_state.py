@@ -1,0 +1,78 @@
+"""The front's one object: settings, ranks, text, counters, and which of its states it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from server import protocol
+from server.config import ServerConfig
+from server.errors import Unavailable
+from server.launch import Launch
+from server.metrics import FrontMetrics
+from server.rank_pool import RankPool
+from server.schemas import Bounds
+from server.text import Text
+from server.workers import Workers
+
+
+@dataclass(slots=True)
+class Front:
+    """Shared by all routes; everything happens on the event loop's thread except what `workers` run."""
+
+    launch: Launch
+    pool: RankPool
+    metrics: FrontMetrics
+    workers: Workers
+    keys: list[bytes] = field(default_factory=list)
+    tell: Callable[[dict[str, Any]], None] = lambda _message: None
+    intervals: dict[str, int] = field(default_factory=dict)
+    interval_change_pending: bool = False
+    _text: Text | None = None
+    _drain_told: bool = False
+
+    @property
+    def config(self) -> ServerConfig:
+        return self.launch.server
+
+    @property
+    def text(self) -> Text:
+        if self._text is None:
+            raise Unavailable("starting", "the tokenizer is not loaded yet", retry_after_s=1)
+        return self._text
+
+    @property
+    def text_loaded(self) -> bool:
+        return self._text is not None
+
+    def set_text(self, text: Text) -> None:
+        self._text = text
+
+    @property
+    def limits(self) -> protocol.RankLimits:
+        """Raises Unavailable while no engine is ready."""
+        self.pool.check_available()
+        limits = self.pool.limits
+        assert limits is not None
+        return limits
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds((self.launch.served_name,), self.limits.vocab_size, self.config.max_tokens_limit)
+
+    @property
+    def state(self) -> str:
+        if self.pool.dead:
+            return "dead"
+        if self.pool.draining:
+            return "draining"
+        if self.pool.serving:
+            return "degraded" if self.pool.complaint() else "ready"
+        return "starting" if self.pool.generation <= 1 else "degraded"
+
+    def check_drained(self) -> None:
+        """While draining, tell the supervisor once when the last request is gone."""
+        if self.pool.draining and not self._drain_told and self.pool.num_open == 0:
+            self._drain_told = True
+            self.tell({"event": "drained"})

@@ -1,0 +1,155 @@
+"""The common path of chat and plain completions: limits, dispatch, deadlines, the loop over outputs, and accounting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from engine.errors import RequestError
+from engine.request import Request
+from server.choice import Choice, EndRules
+from server.errors import ApiError, BadRequest, Unavailable
+from server.front_state import Front
+from server.output_parser import Delta, OutputParser
+from server.rank_pool import new_engine_id
+from server.router import prompt_keys
+from server.schemas import CommonRequest
+from server.tickets import Ticket
+
+KEEP_ALIVE_S = 10.0
+INLINE_TOKENS = 4096  # hashing more tokens than this goes to a worker
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-correlation-id")
+MAX_SESSION = 256
+
+
+@dataclass(slots=True)
+class Generation:
+    """One accepted prompt: its ticket, its choices, and why it ended."""
+
+    front: Front
+    ticket: Ticket
+    choices: list[Choice]
+    prompt_ids: list[int]
+    outcome: str = "abort"
+    closed: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    async def pieces(self) -> AsyncIterator[list[tuple[Choice, Delta]] | None]:
+        """Batches of pieces until all choices are over; None marks a silence of `KEEP_ALIVE_S`.
+
+        Raises:
+            ApiError: the request failed or ran out of time.
+        """
+        try:
+            while not self.finished:
+                items = await self.ticket.mailbox.get(self._patience_s())
+                if not items:
+                    yield None
+                    continue
+                batch: list[tuple[Choice, Delta]] = []
+                for index, output in items:
+                    choice = self.choices[index]
+                    batch += [(choice, piece) for piece in choice.feed(output)]
+                    if choice.stopped_early:
+                        self.front.pool.stop_choice(self.ticket, index)
+                yield batch
+        except ApiError:
+            self.outcome = "error"
+            raise
+        self.outcome = self.choices[0].finish_reason or "stop"
+
+    def _patience_s(self) -> float:
+        """How long to wait for output before something has to be done. Raises ApiError when a limit has passed."""
+        config, waited_s = self.front.config, time.monotonic() - self.ticket.started_s
+        patience = KEEP_ALIVE_S
+        if config.request_timeout_s:
+            left = config.request_timeout_s - waited_s
+            if left <= 0:
+                raise ApiError(504, "request_timeout", f"not finished after {config.request_timeout_s:g} s", type="timeout_error")
+            patience = min(patience, left)
+        if self.ticket.queued:
+            left = config.queue_timeout_s - waited_s
+            if left <= 0:
+                if self.front.pool.ranks[self.ticket.rank].stats.get("waiting", 0):
+                    raise Unavailable("no_rank", f"still queued after {config.queue_timeout_s:g} s", retry_after_s=5)
+                left = 1.0  # it is being prefilled; look again soon
+            patience = min(patience, left)
+        return max(0.01, patience)
+
+    def close(self) -> None:
+        """Account for the request and abort whatever still runs; exactly once."""
+        if self.closed:
+            return
+        self.closed = True
+        self.front.pool.close(self.ticket)
+        self.front.metrics.finish(self.ticket, self.outcome)
+        if self.outcome in ("stop", "length", "tool_calls"):
+            choice = self.choices[0]
+            self.front.pool.router.finished(self.prompt_ids + choice.token_ids, len(self.prompt_ids), self.ticket.rank)
+        self.front.check_drained()
+
+
+def resolve_max_tokens(front: Front, request: CommonRequest, prompt_len: int, default: int) -> int:
+    """Tokens the answer may have. A prompt is never cut; a too large request is clamped unless the server is strict.
+
+    Raises:
+        BadRequest: context_length_exceeded.
+    """
+    context = front.limits.max_model_len
+    room = context - prompt_len
+    if room <= 0:
+        text = f"the prompt has {prompt_len} tokens, the context holds {context} including the answer: shorten the prompt"
+        raise BadRequest("messages", text, "context_length_exceeded")
+    wanted = request.max_tokens if request.max_tokens is not None else default
+    if request.max_tokens is not None and wanted > room and front.config.strict_max_tokens:
+        text = f"the prompt has {prompt_len} tokens and max_tokens is {wanted}, the context holds {context}: lower max_tokens to {room}"
+        raise BadRequest("max_tokens", text, "context_length_exceeded")
+    return min(wanted, room)
+
+
+async def begin(
+    front: Front,
+    http: HttpRequest,
+    request: CommonRequest,
+    prompt_ids: list[int],
+    max_tokens: int,
+    make_parser: Callable[[], OutputParser],
+) -> Generation:
+    """Hand the choices of one prompt to a rank. After this the caller must call `Generation.close` on every path.
+
+    Raises:
+        ApiError: refused; nothing was started.
+    """
+    keys = prompt_keys(prompt_ids) if len(prompt_ids) <= INLINE_TOKENS else await front.workers.run(prompt_keys, prompt_ids)
+    try:
+        requests = [
+            Request(new_engine_id(), prompt_ids, request.params(index, max_tokens), request.cache_read, request.cache_write)
+            for index in range(request.n)
+        ]
+    except RequestError as error:
+        raise BadRequest(None, str(error)) from None
+    session = session_of(http, request)
+    ticket = front.pool.dispatch(requests, session, request.user, keys, http.state.request_id)
+    front.metrics.admitted_total += 1
+    rules = EndRules(front.text.eos_id, request.ignore_eos, request.min_tokens)
+    token_bytes = front.text.tokenizer.token_bytes if request.logprobs else None
+    choices = [Choice(index, make_parser(), rules, token_bytes) for index in range(request.n)]
+    return Generation(front, ticket, choices, prompt_ids)
+
+
+def session_of(http: HttpRequest, request: CommonRequest) -> str | None:
+    """The client's name for its conversation: headers first, then body fields."""
+    for name in SESSION_HEADERS:
+        if value := http.headers.get(name):
+            return str(value[:MAX_SESSION])
+    return request.session
+
+
+def rank_headers(front: Front, ticket: Ticket) -> dict[str, str]:
+    return {"X-DeepInfer-Rank": str(ticket.rank)} if front.config.rank_header else {}

@@ -1,0 +1,88 @@
+"""What the supervisor tells its children: one JSON file with every resolved setting and the paths of this boot."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.config import EngineConfig
+from hicache.config import HiCacheConfig
+from server.config import ServerConfig
+from server.errors import ConfigError
+
+MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
+BOOT_VARIABLE = "_DIX_BOOT_UUID"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One boot of one server. `engine_factory` ("module:function") replaces the engine in tests; no setting reaches it."""
+
+    name: str
+    boot_uuid: str
+    engine: EngineConfig
+    hicache: HiCacheConfig
+    server: ServerConfig
+    server_dir: str
+    runtime_dir: str
+    engine_factory: str = ""
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.server_dir) / "logs"
+
+    @property
+    def boot_dir(self) -> Path:
+        """Sockets and shared files of this boot; its name carries the boot id, so leftovers are recognisable."""
+        return Path(self.runtime_dir) / self.boot_uuid[:8]
+
+    @property
+    def socket_address(self) -> str:
+        return f"ipc://{self.boot_dir / 'ranks'}"
+
+    @property
+    def heartbeat_path(self) -> Path:
+        return self.boot_dir / "heartbeats"
+
+    @property
+    def served_name(self) -> str:
+        return self.server.served_name or self.name
+
+    def rendezvous_path(self, generation: int) -> Path:
+        return self.boot_dir / f"rendezvous-{generation}"
+
+    def prepare(self) -> Path:
+        """Create the directories (0700), write the launch file (0600) and return its path.
+
+        Raises:
+            ConfigError: the socket path would be too long for the kernel.
+        """
+        if len(str(self.boot_dir / "ranks")) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"runtime directory {self.runtime_dir!r} is too long for a Unix socket", hint="set XDG_RUNTIME_DIR to a short path"
+            )
+        for directory in (Path(self.server_dir), self.log_dir, self.boot_dir):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(self.server_dir) / "launch.json"
+        temporary = path.with_suffix(".tmp")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self)))
+        temporary.rename(path)
+        return path
+
+
+def load_launch(path: Path) -> Launch:
+    return msgspec.json.decode(path.read_bytes(), type=Launch)
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function named "module:function"."""
+    module, _, name = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found

@@ -1,0 +1,281 @@
+"""Start and stop servers: in the foreground (`serve`), in the background (`start`), and from outside (`stop`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from engine.config import EngineConfig
+from hicache.config import HiCacheConfig
+from server import listener
+from server.config import ServerConfig
+from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable
+from server.launch import Launch, load_launch
+from server.logs import open_log, tail
+from server.state import Lock, ServerState, clean_leftovers, is_running, read_state, same_process, server_dir
+from server.supervisor import STOP_REQUEST_NAME, Supervisor
+
+OnEvent = Callable[[dict[str, Any]], None]
+EVENTS_NAME = "events.jsonl"
+POLL_S = 0.05
+STOP_MARGIN_S = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """What stopping a server took. `killed` lists processes that had to be killed; `clean` is False when any had to."""
+
+    name: str
+    was_running: bool
+    seconds: float
+    killed: list[int]
+
+    @property
+    def clean(self) -> bool:
+        return not self.killed
+
+
+def serve(
+    engine: EngineConfig,
+    hicache: HiCacheConfig,
+    server: ServerConfig,
+    *,
+    name: str,
+    state_dir: Path,
+    runtime_dir: Path,
+    on_event: OnEvent,
+    api_keys: list[str] | None = None,
+    engine_factory: str = "",
+) -> int:
+    """Run the supervisor in this process until it is told to stop. Returns 0.
+
+    Raises:
+        PortInUse, ConfigError: before anything was started. ServerFailed: not ready, or a rank failed for good (`exit_code` 4, or the rank's own).
+    """
+    launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory)
+    return supervise(launch, state_dir, on_event, api_keys or [])
+
+
+def make_launch(
+    engine: EngineConfig,
+    hicache: HiCacheConfig,
+    server: ServerConfig,
+    name: str,
+    state_dir: Path,
+    runtime_dir: Path,
+    engine_factory: str = "",
+) -> Launch:
+    if server.max_active and (engine.max_num_seqs == "auto" or int(engine.max_num_seqs) > server.max_active):
+        engine = replace(engine, max_num_seqs=server.max_active)
+    return Launch(
+        name=name,
+        boot_uuid=str(uuid.uuid4()),
+        engine=engine,
+        hicache=hicache,
+        server=server,
+        server_dir=str(server_dir(state_dir, name)),
+        runtime_dir=str(runtime_dir),
+        engine_factory=engine_factory,
+    )
+
+
+def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list[str]) -> int:
+    directory = Path(launch.server_dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = Lock(directory)
+    if not lock.acquire():
+        raise ConfigError(f'a server named "{launch.name}" is running already', hint=f"dix stop {launch.name}, or choose another --name")
+    try:
+        killed = clean_leftovers(directory)
+        keys = api_keys + read_keys(launch.server.api_key_file)
+        _check_exposure(launch.server, keys, on_event)
+        launch_path = launch.prepare()
+        open_log(launch.log_dir, "supervisor", launch.server.log_level)
+        with listener.bind(launch.server.host, launch.server.port, state_dir) as sock:
+            for record in killed:
+                on_event({"event": "leftover_killed", "process": record.label, "pid": record.pid})
+            on_event({"event": "bound", "host": sock.getsockname()[0], "port": sock.getsockname()[1]})
+            return Supervisor(launch, launch_path, sock, on_event, keys).run()
+    finally:
+        lock.release()
+
+
+def _check_exposure(config: ServerConfig, keys: list[str], on_event: OnEvent) -> None:
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        message = f"listening on {config.host} without an API key: anyone who can reach this machine can use the model"
+        on_event({"event": "warning", "message": message, "hint": "--api-key-file FILE"})
+
+
+def read_keys(path: str) -> list[str]:
+    """Accepted keys, one per line; empty lines do not count.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no key.
+    """
+    if not path:
+        return []
+    try:
+        keys = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read server.api_key_file {path!r}: {error.strerror}", hint="give a readable file with one key per line"
+        ) from error
+    if not keys:
+        raise ConfigError(f"server.api_key_file {path!r} holds no key", hint="write one key per line")
+    return keys
+
+
+def start(
+    engine: EngineConfig,
+    hicache: HiCacheConfig,
+    server: ServerConfig,
+    *,
+    name: str,
+    state_dir: Path,
+    runtime_dir: Path,
+    on_event: OnEvent,
+    ready_timeout_s: float | None = None,
+    api_keys: list[str] | None = None,
+    engine_factory: str = "",
+) -> ServerState:
+    """Start a server in the background and return when it is ready. Its events are passed on meanwhile.
+
+    Raises:
+        DixError: the background process's own failure, or ServerUnreachable after `ready_timeout_s`.
+    """
+    launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory)
+    directory = Path(launch.server_dir)
+    previous = read_state(directory)
+    if previous is not None and is_running(previous):
+        raise ConfigError(
+            f'a server named "{name}" is running already (pid {previous.supervisor.pid})', hint=f"dix stop {name}, or choose another --name"
+        )
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    request = directory / "start.json"
+    with open(os.open(request, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(launch))
+    events_path = directory / EVENTS_NAME
+    events_path.write_bytes(b"")
+    # Keys travel through a pipe: command lines and files are easier to read for others than a pipe.
+    with (directory / "supervisor.out").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "server.launcher", str(request), str(state_dir)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(api_keys or []).encode())
+    process.stdin.close()
+    limit_s = server.ready_timeout_s if ready_timeout_s is None else ready_timeout_s
+    try:
+        return _wait_ready(process, events_path, directory, on_event, limit_s)
+    except BaseException:
+        _end_background(process)
+        raise
+
+
+def _wait_ready(process: subprocess.Popen[bytes], events_path: Path, directory: Path, on_event: OnEvent, limit_s: float) -> ServerState:
+    deadline = time.monotonic() + limit_s
+    with events_path.open() as events:
+        while time.monotonic() < deadline:
+            ended = process.poll() is not None
+            for event in _complete_lines(events):
+                on_event(event)
+                if event["event"] == "error":
+                    raise ServerFailed(event["message"], hint=event["hint"], exit_code=event["exit_code"])
+                state = read_state(directory)
+                if event["event"] == "ready" and state is not None:
+                    return state
+            if ended:
+                lines = tail(directory / "supervisor.out")
+                raise ServerFailed(
+                    f"the server ended during start: {lines[-1] if lines else f'status {process.returncode}'}", hint="see: dix logs"
+                )
+            time.sleep(POLL_S)
+    raise ServerUnreachable(f"not ready after {limit_s:.0f} s", hint="raise --ready-timeout, or see: dix logs")
+
+
+def _complete_lines(events: IO[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    while True:
+        position = events.tell()
+        line = events.readline()
+        if not line.endswith("\n"):
+            events.seek(position)
+            return found
+        found.append(json.loads(line))
+
+
+def _end_background(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # the second one skips the drain
+        try:
+            process.wait(STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def stop(name: str, state_dir: Path, grace_s: float | None = None) -> StopReport:
+    """Stop a server and everything it started. The supervisor drains and ends its children; one that does not react is killed with them.
+
+    Raises:
+        ServerUnreachable: there is no such server.
+    """
+    began_s = time.monotonic()
+    directory = server_dir(state_dir, name)
+    state = read_state(directory)
+    if state is None:
+        raise ServerUnreachable(f'no server named "{name}" is running', hint="dix status lists the running ones")
+    if not is_running(state):
+        leftovers = clean_leftovers(directory)
+        return StopReport(name, False, time.monotonic() - began_s, [record.pid for record in leftovers])
+    if grace_s is not None:
+        (directory / STOP_REQUEST_NAME).write_bytes(msgspec.json.encode({"grace_s": grace_s, "boot_uuid": state.boot_uuid}))
+    os.kill(state.supervisor.pid, signal.SIGTERM)
+    grace = grace_s if grace_s is not None else load_launch(directory / "launch.json").server.grace_s
+    deadline = time.monotonic() + grace + STOP_MARGIN_S
+    while same_process(state.supervisor, state.host_boot_id) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    killed = []
+    if same_process(state.supervisor, state.host_boot_id):
+        os.kill(state.supervisor.pid, signal.SIGKILL)
+        killed.append(state.supervisor.pid)
+        time.sleep(0.5)  # the kernel and the guards end the children now
+    killed += [record.pid for record in clean_leftovers(directory)]
+    return StopReport(name, True, time.monotonic() - began_s, killed)
+
+
+def background_main(arguments: list[str]) -> int:
+    """Entry point of the background supervisor: `python -m server.launcher START_FILE STATE_DIR`, keys as JSON on stdin."""
+    request, state_dir = Path(arguments[0]), Path(arguments[1])
+    api_keys = json.loads(sys.stdin.read())
+    launch = msgspec.json.decode(request.read_bytes(), type=Launch)
+    with (request.parent / EVENTS_NAME).open("a", buffering=1) as events:
+
+        def on_event(event: dict[str, Any]) -> None:
+            events.write(json.dumps(event, default=str) + "\n")
+
+        try:
+            return supervise(launch, state_dir, on_event, api_keys)
+        except DixError as error:
+            on_event({"event": "error", "message": str(error), "hint": error.hint, "exit_code": error.exit_code})
+            return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(background_main(sys.argv[1:]))

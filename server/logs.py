@@ -1,0 +1,59 @@
+"""One log file per process: a JSON object per line, rotated by size. Raw stdout and stderr go to a second file beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import time
+from pathlib import Path
+
+MAX_BYTES = 64 * 2**20
+KEPT_FILES = 5
+TAIL_LINES = 40
+
+
+class JsonLines(logging.Formatter):
+    """UTC time, level, process, logger, message, and the request id where a record has one. Control characters come out escaped."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "source": self.source,
+            "message": record.getMessage(),
+        }
+        for key in ("request_id", "event"):
+            value = getattr(record, key, None)
+            if value is not None:
+                line[key] = value
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def open_log(directory: Path, source: str, level: str) -> None:
+    """Send this process's log to `directory/source.log`."""
+    handler = logging.handlers.RotatingFileHandler(
+        directory / f"{source}.log", maxBytes=MAX_BYTES, backupCount=KEPT_FILES, encoding="utf-8"
+    )
+    handler.setFormatter(JsonLines(source))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a file; empty when there is no such file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 64 * 1024))
+        return file.read().decode("utf-8", "replace").splitlines()[-lines:]

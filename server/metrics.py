@@ -1,0 +1,145 @@
+"""What the front counts, and the two documents made of it: JSON and Prometheus text (`server/prometheus.py`)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from engine.request import Output
+from server.rank_pool import RankPool
+from server.tickets import Ticket
+from server.totals import Record, added, empty_record
+
+FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
+REJECTIONS = ("400", "401", "404", "413", "429", "503")
+SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": SECONDS,
+    "inter_token_latency_seconds": SECONDS,
+    "e2e_request_latency_seconds": SECONDS,
+    "request_queue_time_seconds": SECONDS,
+    "request_prefill_time_seconds": SECONDS,
+    "request_decode_time_seconds": SECONDS,
+    "request_prompt_tokens": TOKENS,
+    "request_generation_tokens": TOKENS,
+    "iteration_tokens_total": TOKENS,
+}
+
+
+@dataclass(slots=True)
+class Watchdog:
+    deaths_total: int = 0
+    hangs_total: int = 0
+    restarts_total: int = 0
+    failed_requests_total: int = 0
+
+
+@dataclass(slots=True)
+class FrontMetrics:
+    """Counters of one life of the front; `boot_id` changes with it."""
+
+    model: str
+    boot_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    started_s: float = field(default_factory=time.monotonic)
+    started_unix_s: float = field(default_factory=time.time)
+    received_total: int = 0
+    admitted_total: int = 0
+    streams_open: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    finished_by_rank: Counter[tuple[int, str]] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    unknown_fields: Counter[str] = field(default_factory=Counter)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    _children: dict[tuple[str, int], Histogram] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, buckets in HISTOGRAMS.items():
+            self.histograms[name] = Histogram(
+                f"deepinfer:{name}", name.replace("_", " "), ("model_name", "engine"), buckets=buckets, registry=self.registry
+            )
+
+    def observe(self, name: str, rank: int, value: float) -> None:
+        child = self._children.get((name, rank))
+        if child is None:
+            child = self._children[name, rank] = self.histograms[name].labels(self.model, str(rank))
+        child.observe(value)
+
+    def on_output(self, ticket: Ticket, output: Output, now: float) -> None:
+        """Called for every output before the ticket is updated."""
+        if not output.token_ids:
+            return
+        if ticket.first_output_s is None:
+            self.observe("time_to_first_token_seconds", ticket.rank, now - ticket.started_s)
+        else:
+            self.observe("inter_token_latency_seconds", ticket.rank, (now - ticket.last_output_s) / len(output.token_ids))
+        if output.timing is not None:
+            self.observe("request_queue_time_seconds", ticket.rank, output.timing.queue_s)
+            self.observe("request_prefill_time_seconds", ticket.rank, output.timing.prefill_s)
+        self.observe("iteration_tokens_total", ticket.rank, len(output.token_ids))
+
+    def finish(self, ticket: Ticket, reason: str) -> None:
+        now = time.monotonic()
+        self.finished[reason] += 1
+        self.finished_by_rank[ticket.rank, reason] += 1
+        self.observe("e2e_request_latency_seconds", ticket.rank, now - ticket.started_s)
+        self.observe("request_prompt_tokens", ticket.rank, ticket.prompt_len)
+        self.observe("request_generation_tokens", ticket.rank, ticket.generated_tokens)
+        if ticket.first_output_s is not None:
+            self.observe("request_decode_time_seconds", ticket.rank, now - ticket.first_output_s)
+
+    def reject(self, status: int) -> None:
+        if str(status) in REJECTIONS:
+            self.rejected[str(status)] += 1
+
+
+def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str, Any]:
+    """The document of /deepinfer/metrics. Numbers only; built from the last snapshots, so a dead rank never delays it."""
+    tickets = [ticket for view in pool.ranks for ticket in view.tickets.values()]
+    totals = empty_record()
+    ranks = []
+    for view in pool.ranks:
+        totals = added(totals, added(view.stats, view.retired))
+        beat = pool.heartbeats.read(view.rank)
+        head: Record = {"rank": view.rank, "pid": view.pid, "state": "ready" if pool.serving else "starting", "generation": pool.generation}
+        ranks.append({**head, "heartbeat_age_s": round(beat.loop_age_s, 3), **view.stats})
+    counts = pool.router.counts
+    return {
+        "schema": 1,
+        "time": time.time(),
+        "boot_id": metrics.boot_id,
+        "uptime_s": time.monotonic() - metrics.started_s,
+        "model": metrics.model,
+        "state": state,
+        "requests": {
+            "received_total": metrics.received_total,
+            "admitted_total": metrics.admitted_total,
+            "finished_total": {reason: metrics.finished[reason] for reason in FINISH_REASONS},
+            "rejected_total": {status: metrics.rejected[status] for status in REJECTIONS},
+            "active": sum(not ticket.queued for ticket in tickets),
+            "queued": sum(ticket.queued for ticket in tickets),
+            "streams_open": metrics.streams_open,
+        },
+        "routing": {
+            "keys": pool.router.num_keys,
+            "affine_total": counts.affine_total,
+            "content_total": counts.content_total,
+            "load_total": counts.load_total,
+            "moved_total": counts.moved_total,
+        },
+        "watchdog": {
+            "deaths_total": metrics.watchdog.deaths_total,
+            "hangs_total": metrics.watchdog.hangs_total,
+            "restarts_total": metrics.watchdog.restarts_total,
+            "failed_requests_total": metrics.watchdog.failed_requests_total,
+        },
+        "ranks": ranks,
+        "totals": totals,
+    }

@@ -1,0 +1,112 @@
+"""What every request passes: request id, key check, and one error body for everything that goes wrong. Plain ASGI."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError
+
+REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version", "/", "/metrics", "/deepinfer/metrics"})
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/deepinfer/scheduling", "/deepinfer/debug/fault"})
+MAX_HEADER_BYTES = 32 * 1024
+LOOPBACK = frozenset({"127.0.0.1", "::1"})
+log = logging.getLogger("front")
+
+
+def unauthorized(message: str) -> ApiError:
+    return ApiError(401, "invalid_api_key", message, type="authentication_error")
+
+
+class Gate:
+    """Deny by default: with keys configured, every path outside `OPEN_PATHS` needs one, unknown paths and every method included."""
+
+    def __init__(self, app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None]) -> None:
+        self.app = app
+        self.keys = keys
+        self.on_reject = on_reject
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = choose_request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self.check(scope)
+            await self.app(scope, receive, send_with_id)
+        except ApiError as error:
+            self.on_reject(error.status)
+            await send_error(send_with_id, error)
+        except Exception:
+            log.exception("unhandled", extra={"request_id": request_id})
+            if not started:
+                await send_error(send_with_id, ApiError(500, "internal_error", "internal error", type="server_error"))
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError 401 or 431 before the body is read."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise ApiError(431, None, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+        keys = list(self.keys())
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return
+        if not keys:
+            client = scope.get("client")
+            if path in ADMIN_PATHS and (client is None or client[0] not in LOOPBACK):
+                raise unauthorized("this route is only open to loop-back peers while no API key is configured")
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            raise unauthorized("send one Authorization header: Bearer <key>")
+        scheme, _, key = given[0].partition(b" ")
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise unauthorized("send the key as: Authorization: Bearer <key>")
+        # Every key is compared, in constant time each: the answer's timing says nothing about which one was close.
+        if not any([hmac.compare_digest(key.strip(), known) for known in keys]):
+            raise unauthorized("the API key is not accepted")
+
+
+def choose_request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if REQUEST_ID.fullmatch(text):
+                return str(text)
+    return uuid.uuid4().hex
+
+
+def error_headers(error: ApiError) -> dict[str, str]:
+    headers = {}
+    if error.retry_after_s:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.code == "draining":
+        headers["Connection"] = "close"
+    return headers
+
+
+async def send_error(send: Callable[[dict[str, Any]], Any], error: ApiError) -> None:
+    body = msgspec.json.encode(error.body())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error_headers(error).items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

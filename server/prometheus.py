@@ -1,0 +1,146 @@
+"""Prometheus text of the front and its ranks, under our names and under those that existing dashboards read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from server.metrics import FrontMetrics
+from server.rank_pool import RankPool, RankView
+from server.totals import Record, added
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+Reader = Callable[[Record], float]
+
+
+def _leaf(*path: str) -> Reader:
+    def read(record: Record) -> float:
+        value: object = record
+        for name in path:
+            value = value.get(name, 0) if isinstance(value, dict) else 0
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    return read
+
+
+def _usage(record: Record) -> float:
+    capacity = _leaf("kv", "tokens_total")(record)
+    return _leaf("kv", "tokens_used")(record) / capacity if capacity else 0.0
+
+
+def _off_device(leaf: str) -> Reader:
+    return lambda record: _leaf("prefix_cache", "tiers", "host", leaf)(record) + _leaf("prefix_cache", "tiers", "disk", leaf)(record)
+
+
+GAUGES: dict[str, Reader] = {
+    "num_requests_running": _leaf("running"),
+    "num_requests_waiting": _leaf("waiting"),
+    "kv_cache_usage_perc": _usage,
+}
+COUNTERS: dict[str, Reader] = {
+    "prompt_tokens": _leaf("tokens", "prompt_total"),
+    "generation_tokens": _leaf("tokens", "generated_total"),
+    "prompt_tokens_cached": _leaf("tokens", "cached_total"),
+    "num_preemptions": _leaf("preemptions_total"),
+    "prefix_cache_queries": _leaf("prefix_cache", "lookup_tokens_total"),
+    "prefix_cache_hits": _leaf("prefix_cache", "tiers", "device", "hit_tokens_total"),
+    "external_prefix_cache_queries": _leaf("prefix_cache", "lookup_tokens_total"),
+    "external_prefix_cache_hits": _off_device("hit_tokens_total"),
+    "spec_decode_num_drafts": _leaf("spec", "drafts_total"),
+    "spec_decode_num_draft_tokens": _leaf("spec", "draft_tokens_total"),
+    "spec_decode_num_accepted_tokens": _leaf("spec", "accepted_tokens_total"),
+}
+NATIVE_COUNTERS: dict[str, Reader] = {
+    "prefix_cache_query_tokens": _leaf("prefix_cache", "lookup_tokens_total"),
+    "steps": _leaf("steps_total"),
+    "prefix_cache_stored_tokens": _leaf("prefix_cache", "store_tokens_total"),
+    "prefix_cache_evicted_tokens": _leaf("prefix_cache", "evicted_tokens_total"),
+}
+
+
+class RankCollector(Collector):
+    """Reads the last snapshots at scrape time. Counters add what earlier generations of a rank counted."""
+
+    def __init__(self, metrics: FrontMetrics, pool: RankPool) -> None:
+        self.metrics = metrics
+        self.pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        for namespace in ("deepinfer", "vllm"):
+            for name, read in GAUGES.items():
+                yield self._gauge(f"{namespace}:{name}", read)
+            for name, read in COUNTERS.items():
+                yield self._counter(f"{namespace}:{name}", read)
+            yield self._finished(f"{namespace}:request_success")
+        for name, read in NATIVE_COUNTERS.items():
+            yield self._counter(f"deepinfer:{name}", read)
+        yield self._tier_hits()
+        yield from self._front()
+        yield from self._vllm_histograms()
+
+    def _gauge(self, name: str, read: Reader) -> Metric:
+        family = GaugeMetricFamily(name, name.partition(":")[2].replace("_", " "), labels=LABELS)
+        for view in self.pool.ranks:
+            family.add_metric(self._labels(view), read(view.stats))
+        return family
+
+    def _counter(self, name: str, read: Reader) -> Metric:
+        family = CounterMetricFamily(name, name.partition(":")[2].replace("_", " "), labels=LABELS)
+        for view in self.pool.ranks:
+            family.add_metric(self._labels(view), read(added(view.stats, view.retired)))
+        return family
+
+    def _finished(self, name: str) -> Metric:
+        family = CounterMetricFamily(name, "finished requests", labels=(*LABELS, "finished_reason"))
+        for view in self.pool.ranks:
+            for reason in ("stop", "length", "abort", "error"):
+                count = self.metrics.finished_by_rank[view.rank, reason]
+                if reason == "stop":
+                    count += self.metrics.finished_by_rank[view.rank, "tool_calls"]
+                family.add_metric([*self._labels(view), reason], count)
+        return family
+
+    def _tier_hits(self) -> Metric:
+        family = CounterMetricFamily(
+            "deepinfer:prefix_cache_hit_tokens", "tokens not computed thanks to the cache", labels=(*LABELS, "tier")
+        )
+        for view in self.pool.ranks:
+            for tier in ("device", "host", "disk"):
+                read = _leaf("prefix_cache", "tiers", tier, "hit_tokens_total")
+                family.add_metric([*self._labels(view), tier], read(added(view.stats, view.retired)))
+        return family
+
+    def _front(self) -> Iterator[Metric]:
+        for name, value in (
+            ("requests_received", self.metrics.received_total),
+            ("requests_admitted", self.metrics.admitted_total),
+            ("rank_deaths", self.metrics.watchdog.deaths_total),
+            ("rank_hangs", self.metrics.watchdog.hangs_total),
+            ("rank_restarts", self.metrics.watchdog.restarts_total),
+        ):
+            yield CounterMetricFamily(f"deepinfer:{name}", name.replace("_", " "), value=value)
+        rejected = CounterMetricFamily("deepinfer:requests_rejected", "requests refused, by status", labels=("status",))
+        for status, count in sorted(self.metrics.rejected.items()):
+            rejected.add_metric([status], count)
+        yield rejected
+
+    def _vllm_histograms(self) -> Iterator[Metric]:
+        for histogram in self.metrics.histograms.values():
+            for family in histogram.collect():
+                alias = Metric(family.name.replace("deepinfer:", "vllm:"), family.documentation, family.type)
+                for sample in family.samples:
+                    # Its aliases exist without creation stamps; dashboards read the buckets, sum and count.
+                    if not sample.name.endswith("_created"):
+                        alias.add_sample(sample.name.replace("deepinfer:", "vllm:"), sample.labels, sample.value)
+                yield alias
+
+    def _labels(self, view: RankView) -> list[str]:
+        return [self.metrics.model, str(view.rank)]
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    return generate_latest(registry)

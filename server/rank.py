@@ -1,0 +1,301 @@
+"""One engine process: `python -m server.rank`. Owns an Engine, takes requests from the front, sends back what each step produced."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from engine.process_env import prepare_process, resolve_threads
+from engine.request import FinishReason, Output, Request, SamplingParams
+from server import parent_death, protocol
+from server.errors import DixError
+from server.heartbeat import HeartbeatFile, start_process_thread
+from server.launch import Launch, load_launch, resolve
+from server.logs import open_log
+
+IDLE_WAIT_MS = 20
+STATS_INTERVAL_S = 0.5
+WARM_UP_ID = "warm-up"
+log = logging.getLogger("rank")
+
+
+class EngineLike(Protocol):
+    """The part of `engine.engine.Engine` that a rank uses; the tests' scripted engine has it too."""
+
+    limits: Any
+
+    @property
+    def idle(self) -> bool: ...
+    def add_request(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[Output]: ...
+    def reset_prefix_cache(self) -> None: ...
+    def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def inject_fault(self, kind: str) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Link:
+    """The socket to the front. Sends never block: without a front there is nobody left to serve, and the supervisor ends this process."""
+
+    def __init__(self, address: str, rank: int, generation: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, protocol.rank_address(rank, generation))
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.connect(address)
+
+    def send(self, message: protocol.FromRank) -> None:
+        self._socket.send(protocol.encode(message))
+
+    def receive(self) -> protocol.ToRank | None:
+        """The next waiting message, or None."""
+        try:
+            return protocol.decode_to_rank(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def wait(self, milliseconds: int) -> None:
+        self._socket.poll(milliseconds)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class Report:
+    """The pipe to the supervisor: one JSON object per line."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._file = os.fdopen(descriptor, "w", buffering=1)
+
+    def __call__(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+class RankLoop:
+    """Drain input, step, send outputs; sleep only when the whole group is idle."""
+
+    def __init__(
+        self, engine: EngineLike, link: Link, tick: Callable[[], None], on_warm: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self.engine = engine
+        self.link = link
+        self.tick = tick
+        self.on_warm = on_warm
+        self.clock = clock
+        self.stopping = False
+        self._baseline: dict[str, Any] = {}
+        self._last_stats: dict[str, Any] = {}
+        self._stats_due_s = 0.0
+
+    def run(self) -> None:
+        """Serve until `stopping`. The first request is our own: a rank is ready when one token came through the normal path."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        self.engine.add_request(Request(WARM_UP_ID, [self.engine.limits.eos_token_id], params, cache_read=False, cache_write=False))
+        while not self.stopping:
+            self._drain()
+            outputs = self.engine.step()
+            self.tick()
+            self._publish(outputs)
+            if self.engine.idle:
+                self.link.wait(IDLE_WAIT_MS)
+
+    def _drain(self) -> None:
+        while (message := self.link.receive()) is not None:
+            self._apply(message)
+
+    def _apply(self, message: protocol.ToRank) -> None:
+        match message:
+            case protocol.AddRequest(request):
+                try:
+                    self.engine.add_request(request)
+                except DixError as error:
+                    self.link.send(protocol.Refused(request.request_id, str(error)))
+            case protocol.Abort(request_ids):
+                for request_id in request_ids:
+                    self.engine.abort(request_id)
+            case protocol.ResetCache(operation):
+                self._reply(operation, self._reset)
+            case protocol.SetScheduling(operation, attempt, any_):
+                self._reply(operation, lambda: self._set_intervals(attempt, any_))
+            case protocol.Fault(operation, kind):
+                self._reply(operation, lambda: self._break(kind))
+            case protocol.Wake():
+                pass
+
+    def _reply(self, operation: int, action: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self.link.send(protocol.Reply(operation, action()))
+        except (DixError, ValueError) as error:
+            self.link.send(protocol.Reply(operation, {}, str(error)))
+
+    def _reset(self) -> dict[str, Any]:
+        self.engine.reset_prefix_cache()
+        return {}
+
+    def _set_intervals(self, attempt: int | None, any_: int | None) -> dict[str, Any]:
+        self.engine.set_prefill_intervals(attempt, any_)
+        return {}
+
+    def _break(self, kind: str) -> dict[str, Any]:
+        if kind == "exit":
+            os._exit(17)
+        if kind == "raise":
+            raise RuntimeError("fault injected by request")
+        while kind == "hang":
+            time.sleep(1.0)
+        return self.engine.inject_fault(kind)
+
+    def _publish(self, outputs: list[Output]) -> None:
+        mine = [output for output in outputs if output.request_id == WARM_UP_ID]
+        theirs = [output for output in outputs if output.request_id != WARM_UP_ID] if mine else outputs
+        for output in mine:
+            self._finish_warm_up(output)
+        if theirs:
+            self.link.send(protocol.Outputs(theirs))
+        self._send_stats()
+
+    def _finish_warm_up(self, output: Output) -> None:
+        if output.finish_reason is None:
+            return
+        if output.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            raise RuntimeError(f"the warm-up request ended with {output.finish_reason}: {output.error}")
+        self._baseline = self.engine.stats()
+        self.on_warm()
+
+    def _send_stats(self) -> None:
+        now = self.clock()
+        if now < self._stats_due_s:
+            return
+        self._stats_due_s = now + STATS_INTERVAL_S
+        record = subtract_totals(self.engine.stats(), self._baseline)
+        if record != self._last_stats:
+            self.link.send(protocol.Stats(record))
+            self._last_stats = record
+
+
+def subtract_totals(record: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
+    """The record without what the warm-up request counted. Only counters (`*_total`) shrink; `kv.tokens_total` is a capacity, not a counter."""
+    result: dict[str, Any] = {}
+    for key, value in record.items():
+        base = baseline.get(key, 0)
+        if isinstance(value, dict):
+            result[key] = value if key == "kv" else subtract_totals(value, base if isinstance(base, dict) else {})
+        else:
+            result[key] = value - base if key.endswith("_total") and key != "steps_total" and isinstance(base, (int, float)) else value
+    return result
+
+
+def build_engine(launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None]) -> EngineLike:
+    """The real engine, joined to its peers when there are several ranks."""
+    config = replace(launch.engine, num_threads=resolve_threads(launch.engine.num_threads, launch.engine.dp))
+    prepare_process(config.num_threads, config.dp)
+
+    # Thread counts are fixed when torch loads, so these imports come after `prepare_process`.
+    from engine.distributed import GlooGroup, Group
+    from engine.engine import Engine
+
+    group: Group | None = None
+    if config.dp > 1:
+        group = GlooGroup(rank, config.dp, init_file=str(launch.rendezvous_path(generation)), timeout_s=config.collective_timeout_s)
+    engine: EngineLike = Engine(config, launch.hicache, group, on_progress=on_progress)
+    return engine
+
+
+def rank_limits(limits: Any, block_size: int) -> protocol.RankLimits:
+    """What the front needs of the engine's limits; names are the same on both sides."""
+    return protocol.RankLimits(
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=limits.vocab_size,
+        eos_token_id=limits.eos_token_id,
+        keep_tokens=limits.keep_tokens,
+        num_blocks=limits.num_blocks,
+        block_size=block_size,
+        precision=str(limits.precision),
+        device=str(limits.device),
+    )
+
+
+def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
+    heartbeat = HeartbeatFile(launch.heartbeat_path)
+    start_process_thread(heartbeat, rank)
+    heartbeat.announce(rank, launch.server.ready_timeout_s)
+    link = Link(launch.socket_address, rank, generation)
+    build = resolve(launch.engine_factory) if launch.engine_factory else build_engine
+    engine = build(launch, rank, generation, lambda stage, fraction: report("progress", stage=stage, fraction=fraction))
+
+    def on_warm() -> None:
+        heartbeat.announce(rank, launch.server.hang_timeout_s)
+        limits = rank_limits(engine.limits, launch.engine.block_size)
+        link.send(protocol.Ready(os.getpid(), limits))
+        report("ready", limits={name: getattr(limits, name) for name in limits.__struct_fields__})
+        log.info("ready", extra={"event": "ready"})
+
+    loop = RankLoop(engine, link, lambda: heartbeat.tick_loop(rank), on_warm, time.monotonic)
+
+    def stop(_number: int, _frame: Any) -> None:
+        # Coupled ranks would wait for each other in a collective; nothing of a rank outlives its process, so leaving at once is clean.
+        if launch.engine.dp > 1:
+            os._exit(0)
+        loop.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    loop.run()
+    engine.close()
+    link.close()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="server.rank")
+    parser.add_argument("launch", type=Path)
+    for name in ("rank", "generation", "parent", "report"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args(arguments)
+    parent_death.arm(options.parent)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    report = Report(options.report)
+    launch = load_launch(options.launch)
+    open_log(launch.log_dir, f"rank-{options.rank}", launch.server.log_level)
+    try:
+        serve(launch, options.rank, options.generation, report)
+    except DixError as error:
+        log.error("%s", error)
+        # A peer's death shows here as a lost collective: an echo, not the cause.
+        echo = type(error).__name__ == "GroupError"
+        report("fatal", message=str(error), hint=error.hint, exit_code=error.exit_code, echo=echo)
+        return error.exit_code
+    except Exception as error:
+        log.exception("rank %d failed", options.rank)
+        report("fatal", message=f"{type(error).__name__}: {error}", hint="", exit_code=4)
+        return 4
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    # A peer or a library thread may be stuck; everything of value has been sent, so do not wait for interpreter shutdown.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,299 @@
+"""The front's view of the ranks: the socket, who is ready, what runs where. Dispatches requests and sorts outputs into mailboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from engine.request import FinishReason, Output, Request
+from server import protocol
+from server.config import ServerConfig
+from server.errors import ApiError, BadRequest, Unavailable
+from server.heartbeat import HeartbeatFile
+from server.router import PromptKeys, RankLoad, Router
+from server.tickets import Ticket
+from server.totals import Record, added, counters_only, empty_record, merged
+
+OPERATION_TIMEOUT_S = 30.0
+log = logging.getLogger("front")
+
+
+@dataclass(slots=True)
+class RankView:
+    """What the front knows of one rank of the present generation. `retired` sums the counters of earlier generations."""
+
+    rank: int
+    pid: int = 0
+    limits: protocol.RankLimits | None = None
+    stats: Record = field(default_factory=empty_record)
+    retired: Record = field(default_factory=empty_record)
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+
+    @property
+    def queued_tokens(self) -> int:
+        return sum(ticket.queued_tokens for ticket in self.tickets.values() if ticket.queued)
+
+    @property
+    def sequences(self) -> int:
+        return sum(len(ticket.open_choices) for ticket in self.tickets.values())
+
+
+class RankPool:
+    """All ranks of a server are coupled: they become ready and fail together."""
+
+    def __init__(self, address: str, size: int, config: ServerConfig, router: Router, heartbeats: HeartbeatFile) -> None:
+        self.config = config
+        self.router = router
+        self.heartbeats = heartbeats
+        self.ranks = [RankView(rank) for rank in range(size)]
+        self.generation = 0
+        self.serving = False
+        self.draining = False
+        self.dead = False
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_output: Callable[[Ticket, Output, float], None] = lambda _ticket, _output, _now: None
+        self._owners: dict[str, tuple[Ticket, int]] = {}
+        self._operations: dict[int, asyncio.Future[protocol.Reply]] = {}
+        self._numbers = itertools.count(1)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.bind(address)
+
+    # --- life of a generation -------------------------------------------------------------------------------------------------------
+
+    def begin_generation(self, generation: int) -> None:
+        """New ranks are being started; what the old ones counted is kept. Their own messages may arrive before the supervisor's news of them."""
+        if generation <= self.generation:
+            return
+        self.generation = generation
+        self.serving = False
+        self.router.forget(view.rank for view in self.ranks)
+        for view in self.ranks:
+            view.retired = added(view.retired, counters_only(view.stats))
+            view.stats, view.limits, view.pid = empty_record(), None, 0
+
+    def fail_all(self, error: ApiError) -> int:
+        """End every open request with an error. Returns how many there were."""
+        self.serving = False
+        tickets = {id(ticket): ticket for ticket, _ in self._owners.values()}
+        for ticket in tickets.values():
+            ticket.mailbox.fail(error)
+        self._owners.clear()
+        for operation in self._operations.values():
+            if not operation.done():
+                operation.set_exception(error)
+        return len(tickets)
+
+    @property
+    def all_connected(self) -> bool:
+        return all(view.limits is not None for view in self.ranks)
+
+    @property
+    def limits(self) -> protocol.RankLimits | None:
+        return self.ranks[0].limits
+
+    @property
+    def num_open(self) -> int:
+        return sum(len(view.tickets) for view in self.ranks)
+
+    def complaint(self) -> str:
+        """Why the ranks do not serve, or ""."""
+        if not self.serving:
+            return "the ranks are not ready"
+        return next((text for view in self.ranks if (text := self.heartbeats.read(view.rank).complaint)), "")
+
+    # --- requests --------------------------------------------------------------------------------------------------------------------
+
+    def check_available(self) -> None:
+        """Refuse before any work is done.
+
+        Raises:
+            Unavailable: 503 draining, starting or engine_dead.
+        """
+        if self.draining:
+            raise Unavailable("draining", "the server is shutting down")
+        if self.dead:
+            raise Unavailable("engine_dead", "the engine failed and is not restarted", retry_after_s=30)
+        if not self.serving:
+            code = "starting" if self.generation <= 1 else "rank_failed"
+            raise Unavailable(code, "the model is not ready yet", retry_after_s=2)
+
+    def dispatch(self, requests: list[Request], session: str | None, user: str, keys: PromptKeys, request_id: str) -> Ticket:
+        """Accept the choices of one HTTP request into one rank's queue.
+
+        Raises:
+            Unavailable: not serving. ApiError: 429 when the chosen rank's queue is full.
+        """
+        self.check_available()
+        open_ranks = [view for view in self.ranks if view.sequences + len(requests) <= self._capacity(view)]
+        if not open_ranks:
+            raise ApiError(429, "queue_full", "too many requests are waiting", type="rate_limit_error", retry_after_s=1)
+        loads = [RankLoad(view.rank, view.queued_tokens, view.sequences) for view in open_ranks]
+        decision = self.router.route(session, keys, loads, tie=user)
+        view = self.ranks[decision.rank]
+        prompt_len = len(requests[0].prompt_token_ids)
+        ticket = Ticket(
+            request_id,
+            view.rank,
+            [request.request_id for request in requests],
+            prompt_len,
+            max(1, prompt_len - decision.saved_tokens),
+            time.monotonic(),
+            open_choices=set(range(len(requests))),
+        )
+        view.tickets[ticket.engine_ids[0]] = ticket
+        for choice, request in enumerate(requests):
+            self._owners[request.request_id] = (ticket, choice)
+            self._send(view.rank, protocol.AddRequest(request))
+        for other in self.ranks:
+            if other is not view:
+                self._send(other.rank, protocol.Wake())
+        return ticket
+
+    def _capacity(self, view: RankView) -> int:
+        assert view.limits is not None
+        active = view.limits.max_num_seqs
+        return active + (self.config.max_queue or 4 * active)
+
+    def close(self, ticket: Ticket) -> None:
+        """The HTTP side is done with a request: abort what still runs. Calling it twice is harmless."""
+        if ticket.closed:
+            return
+        ticket.closed = True
+        view = self.ranks[ticket.rank]
+        view.tickets.pop(ticket.engine_ids[0], None)
+        running = [name for name in ticket.engine_ids if self._owners.pop(name, None) is not None]
+        if running:
+            self._send(ticket.rank, protocol.Abort(running))
+
+    def stop_choice(self, ticket: Ticket, choice: int) -> None:
+        """One choice ended by a rule of the server (stop string, first call): the engine need not go on."""
+        ticket.open_choices.discard(choice)
+        name = ticket.engine_ids[choice]
+        if self._owners.pop(name, None) is not None:
+            self._send(ticket.rank, protocol.Abort([name]))
+
+    # --- operations ------------------------------------------------------------------------------------------------------------------
+
+    async def operate(self, make: Callable[[int], protocol.ToRank], ranks: list[int] | None = None) -> list[dict[str, Any]]:
+        """Send an operation to ranks (all by default) and wait for every answer.
+
+        Raises:
+            BadRequest: a rank refused it. Unavailable: a rank did not answer.
+        """
+        self.check_available()
+        waiting = []
+        for rank in range(len(self.ranks)) if ranks is None else ranks:
+            number = next(self._numbers)
+            self._operations[number] = asyncio.get_running_loop().create_future()
+            waiting.append((number, self._operations[number]))
+            self._send(rank, make(number))
+        try:
+            async with asyncio.timeout(OPERATION_TIMEOUT_S):
+                replies = [await future for _, future in waiting]
+        except TimeoutError:
+            raise Unavailable("rank_failed", "a rank did not answer in time") from None
+        finally:
+            for number, _ in waiting:
+                self._operations.pop(number, None)
+        for reply in replies:
+            if reply.error:
+                raise BadRequest(None, reply.error)
+        return [reply.result for reply in replies]
+
+    def send_fault(self, kind: str, ranks: list[int] | None) -> None:
+        """A fault after which no answer comes."""
+        self.check_available()
+        for rank in range(len(self.ranks)) if ranks is None else ranks:
+            self._send(rank, protocol.Fault(0, kind))
+
+    # --- the socket ------------------------------------------------------------------------------------------------------------------
+
+    def _send(self, rank: int, message: protocol.ToRank) -> None:
+        # ROUTER with unlimited buffers: a send to a connected rank completes at once, one to a rank that is gone is dropped.
+        self._socket.send_multipart([protocol.rank_address(rank, self.generation), protocol.encode(message)], zmq.NOBLOCK)
+
+    async def receive_forever(self) -> None:
+        while True:
+            address, data = await self._socket.recv_multipart()
+            rank, generation = protocol.parse_address(address)
+            self.begin_generation(generation)
+            if generation < self.generation:
+                continue
+            self._apply(self.ranks[rank], protocol.decode_from_rank(data))
+
+    def _apply(self, view: RankView, message: protocol.FromRank) -> None:
+        match message:
+            case protocol.Outputs(outputs):
+                now = time.monotonic()
+                for output in outputs:
+                    self._deliver(output, now)
+            case protocol.Stats(record):
+                view.stats = merged(empty_record(), record)
+            case protocol.Ready(pid, limits):
+                view.pid, view.limits = pid, limits
+                self.on_ready()
+            case protocol.Refused(request_id, text):
+                owner = self._owners.pop(request_id, None)
+                if owner is not None:
+                    owner[0].mailbox.fail(BadRequest(None, text))
+            case protocol.Reply(operation):
+                future = self._operations.get(operation)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case protocol.Fatal(text):
+                log.error("rank %d: %s", view.rank, text)
+
+    def _deliver(self, output: Output, now: float) -> None:
+        owner = self._owners.get(output.request_id)
+        if owner is None:
+            return  # aborted meanwhile: the engine's last words about it are of no use
+        ticket, choice = owner
+        self.on_output(ticket, output, now)
+        if ticket.first_output_s is None and (output.token_ids or output.finish_reason):
+            ticket.first_output_s = now
+        ticket.last_output_s = now
+        ticket.generated_tokens += len(output.token_ids)
+        if output.cached_tokens is not None:
+            # All choices of a request share one prompt; what the first of them reused is what the client is told.
+            ticket.cached_tokens = output.cached_tokens if choice == 0 else ticket.cached_tokens
+        if output.finish_reason is not None:
+            del self._owners[output.request_id]
+            ticket.open_choices.discard(choice)
+        if not ticket.mailbox.put(choice, output):
+            ticket.mailbox.fail(ApiError(503, "slow_reader", "the client reads too slowly", type="server_error"))
+            self.close(ticket)
+
+    def shut(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def new_engine_id() -> str:
+    """Never the client's request id: two clients may send the same one."""
+    return uuid.uuid4().hex
+
+
+def finish_error(output: Output) -> ApiError | None:
+    """The error that an engine's end reason means for a client that still listens, or None for a normal end."""
+    match output.finish_reason:
+        case FinishReason.TOO_LONG:
+            return BadRequest("messages", output.error or "the prompt is too long", "context_length_exceeded")
+        case FinishReason.PREEMPTED:
+            return Unavailable("no_rank", output.error or "the request was preempted: not enough cache", retry_after_s=1)
+        case FinishReason.ABORT:
+            return Unavailable("rank_failed", "the request was aborted by the server")
+        case FinishReason.ERROR:
+            return ApiError(500, "internal_error", output.error or "generation failed", type="server_error")
+    return None

@@ -1,0 +1,83 @@
+"""One HTTP request in flight: its engine requests on one rank, and the mailbox in which their outputs arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.request import Output
+from server.errors import ApiError
+
+MAX_MAIL = 1024
+SLOW_READER_S = 30.0
+
+
+class Mailbox:
+    """Outputs in arrival order as (choice, output). One reader. A failure is delivered after what arrived before it."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[int, Output]] = deque()
+        self._arrived = asyncio.Event()
+        self._failure: ApiError | None = None
+        self._full_since_s: float | None = None
+
+    def put(self, choice: int, output: Output) -> bool:
+        """False when the reader has left the box full for too long."""
+        self._items.append((choice, output))
+        self._arrived.set()
+        if len(self._items) < MAX_MAIL:
+            self._full_since_s = None
+        elif self._full_since_s is None:
+            self._full_since_s = time.monotonic()
+        return self._full_since_s is None or time.monotonic() - self._full_since_s < SLOW_READER_S
+
+    def fail(self, error: ApiError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._arrived.set()
+
+    async def get(self, timeout_s: float) -> list[tuple[int, Output]]:
+        """Everything that has arrived; an empty list after `timeout_s` of silence.
+
+        Raises:
+            ApiError: the request failed.
+        """
+        if not self._arrived.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return []
+        items = list(self._items)
+        self._items.clear()
+        self._full_since_s = None
+        if self._failure is None:
+            self._arrived.clear()
+        elif not items:
+            raise self._failure
+        return items
+
+
+@dataclass(slots=True)
+class Ticket:
+    """`queued_tokens`: prompt tokens that the rank has not prefilled as far as the front knows. Times are of the monotonic clock."""
+
+    request_id: str
+    rank: int
+    engine_ids: list[str]
+    prompt_len: int
+    queued_tokens: int
+    started_s: float
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    first_output_s: float | None = None
+    last_output_s: float = 0.0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    open_choices: set[int] = field(default_factory=set)
+    closed: bool = False
+
+    @property
+    def queued(self) -> bool:
+        return self.first_output_s is None

@@ -1,0 +1,22 @@
+"""Threads for work that would block the event loop: JSON, rendering, tokenisation, hashing of long prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+MAX_THREADS = 4
+
+
+class Workers:
+    def __init__(self, threads: int = MAX_THREADS) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
