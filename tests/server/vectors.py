@@ -55,7 +55,7 @@ class Answer:
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            assert delta.text, "an empty delta"
+            assert delta.text or delta.kind is DeltaKind.TOOL_START, "an empty delta"
             delta.text.encode("utf-8")
             self.deltas.append(delta)
             calls = self.message.setdefault("tool_calls", []) if delta.kind.startswith("tool") else []
