@@ -56,7 +56,7 @@ def flip(
     """Flip bytes of a stored page or state where a follow-up would resume: at the most recent `resend` state.
 
     target: "page" or "state". page: index on that state's path, from the root, or from the restore point when negative. byte: offset
-    of the first flipped byte; without one, `count` exponent bytes spread over the row. Returns what changed.
+    of the first flipped byte; without one, `count` exponent bytes. Returns what changed.
 
     Raises:
         ConfigError: nothing is stored yet, or an argument is out of range.
@@ -73,7 +73,9 @@ def flip(
     if not 1 <= count <= length // 4 or not 0 <= (byte or 0) < length:
         raise ConfigError(f"byte {byte}, count {count} do not fit {length} bytes", hint=f"byte below {length}, count in [1, {length // 4}]")
     step = max(4, align_down(length // count, 4))
-    first = EXPONENT_BYTE if byte is None else byte
+    # The oldest row of a window is visible to no later token, so a state is damaged at the end of its first frame.
+    exponent = EXPONENT_BYTE if target == "page" else align_down(length, 4) - 4 + EXPONENT_BYTE
+    first = exponent if byte is None else byte
     flips = flip_bytes(arena, frame, [(first + i * step) % length for i in range(count)])
     return {
         "kind": "flip",
