@@ -18,6 +18,7 @@ from engine.scheduler import Sampled
 
 FIXED_ONE = 2**31  # probability 1.0 in fixed point; sums of a row stay below 2^32, products with 31 random bits below 2^63
 LOGPROB_FLOOR = -9999.0  # instead of minus infinity, which JSON cannot carry
+NUM_CANDIDATES = 256  # ids that are sorted first when filtering; usual top-p and top-k keep far fewer
 _LOW_BITS = 22  # 53 random bits = 31 high + 22 low, so that the product with a sum stays inside int64
 
 
@@ -134,27 +135,52 @@ def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     filtered = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0]
     if filtered:
         index = torch.tensor(filtered, device=logits.device)
-        probs[index] = _filter(probs[index], [params[i] for i in filtered])
+        probs[index] = filter_candidates(probs[index], [params[i] for i in filtered])
     return probs
 
 
-def _filter(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+def filter_sorted(probs: Tensor, params: list[SamplingParams]) -> Tensor:
     """Zero what top-p, top-k and min-p drop. Order: probability falling, ties by lower id; each filter keeps a prefix of it.
+
+    probs: [B, V] fp32. Returns a new tensor. The plain form, for any distribution; `filter_candidates` is the quick one.
+    """
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    keep = _kept(ordered, params)
+    return torch.zeros_like(probs).scatter_(-1, ids, torch.where(keep, ordered, 0.0))
+
+
+def filter_candidates(probs: Tensor, params: list[SamplingParams], num_candidates: int = NUM_CANDIDATES) -> Tensor:
+    """As `filter_sorted`, bit for bit, but sorts only the most probable ids where those decide; other rows are sorted in full."""
+    if probs.shape[-1] <= 2 * num_candidates:
+        return filter_sorted(probs, params)
+    ids = probs.topk(num_candidates, dim=-1).indices.sort(dim=-1).values  # by id first: the stable sort then breaks ties by id
+    ordered, order = probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    keep = _kept(ordered, params)
+    kept = torch.where(keep, ordered, 0.0)
+    result = torch.zeros_like(probs).scatter_(-1, ids.gather(-1, order), kept)
+    # Candidates hold every id that is more probable than the last of them. So they decide if the last kept one is.
+    last_kept = torch.where(keep, ordered, float("inf")).amin(dim=-1)
+    undecided = (last_kept <= ordered[:, -1]).nonzero()[:, 0]
+    if len(undecided):
+        result[undecided] = filter_sorted(probs[undecided], [params[i] for i in undecided.tolist()])
+    return result
+
+
+def _kept(ordered: Tensor, params: list[SamplingParams]) -> Tensor:
+    """[B, K] bool: which of the ordered probabilities stay.
 
     top-p keeps tokens whose preceding mass is <= top_p, in fixed point so that the sum has no rounding.
     """
-    num_ids = probs.shape[-1]
-    device = probs.device
-    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    device = ordered.device
     weights = fixed_point(ordered)
     preceding = weights.cumsum(dim=-1) - weights
     top_p = torch.tensor([int(p.top_p * FIXED_ONE) if p.top_p < 1.0 else 2 * FIXED_ONE for p in params], device=device)
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else num_ids for p in params], device=device)
-    min_p = torch.tensor([p.min_p for p in params], dtype=probs.dtype, device=device)
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else 2**62 for p in params], device=device)
+    min_p = torch.tensor([p.min_p for p in params], dtype=ordered.dtype, device=device)
     keep = preceding <= top_p[:, None]
-    keep &= torch.arange(num_ids, device=device) < top_k[:, None]
+    keep &= torch.arange(ordered.shape[-1], device=device) < top_k[:, None]
     keep &= ordered >= min_p[:, None] * ordered[:, :1]
-    return torch.zeros_like(probs).scatter_(-1, ids, torch.where(keep, ordered, 0.0))
+    return keep
 
 
 def fixed_point(probs: Tensor) -> Tensor:

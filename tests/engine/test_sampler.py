@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.errors import RequestError
 from engine.logit_edits import LogitEdits
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampler import FIXED_ONE, LOGPROB_FLOOR, Sampler, draw, fixed_point, probabilities
+from engine.sampler import FIXED_ONE, LOGPROB_FLOOR, Sampler, draw, filter_candidates, filter_sorted, fixed_point, probabilities
 
 _ids = count()
 EOS = frozenset([1])
@@ -192,6 +192,22 @@ def test_the_shorter_of_top_p_and_top_k_wins():
     logits = [3.0, 2.0, 1.0, 0.0]
     assert kept(logits, top_k=2, top_p=0.99) == [0, 1]
     assert kept(logits, top_k=4, top_p=0.3) == [0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+    levels=st.sampled_from([3, 50, 10**6]),
+    top_p=st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    top_k=st.sampled_from([-1, 1, 7, 8, 9, 20]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_filtering_by_candidates_equals_filtering_by_a_full_sort(seed, scale, levels, top_p, top_k, min_p):
+    logits = (random_logits(3, 60, seed, scale) * levels).round() / levels  # few levels make many ties
+    params = [SamplingParams(top_p=top_p, top_k=top_k, min_p=min_p), SamplingParams(top_p=0.8), SamplingParams(top_k=4)]
+    probs = torch.softmax(logits, -1)
+    assert torch.equal(filter_candidates(probs, params, num_candidates=8), filter_sorted(probs, params))
 
 
 def test_min_p_is_relative_to_the_largest():
