@@ -1,0 +1,244 @@
+"""`dix check-cache`: every turn of a conversation once without and once with the prefix cache, on a live server.
+
+Greedy, chat mode, a conversation made from a fixed seed, one session id so that affinity keeps it on one rank.
+The answer without the cache joins the history of both, so one difference cannot hide the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer_cli.api import Answer, Api, RequestRefused
+from deepinfer_cli.exit_codes import ExitCode
+from deepinfer_cli.invocation import Invocation
+from deepinfer_cli.live import checksum_errors
+from deepinfer_cli.options import command
+from deepinfer_cli.servers import connect
+from deepinfer_cli.text import sized
+from deepinfer_cli.ui import Column
+from deepinfer_cli.units import show_number
+from hicache.errors import ConfigError
+
+PAGE = 128  # tokens per page: the engine's block size
+KEEP = 140  # last prompt tokens that are always computed. Source: config key `yoco_keep_tokens` of the server
+LEAST = PAGE + KEEP  # 268: the shortest prompt with a whole page before the kept tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn's comparison. `different_at`: index of the first differing token, None when all are the same. Times in seconds."""
+
+    turn: int
+    prompt_tokens: int
+    cached_tokens: int
+    predicted_tokens: int
+    ttft_without_s: float
+    ttft_with_s: float
+    output_tokens: int
+    different_at: int | None
+    difference: str = ""
+
+    @property
+    def same(self) -> bool:
+        return self.different_at is None
+
+
+class Predictor:
+    """What `cached_tokens` should be: the states and pages that earlier prefills of this conversation left behind.
+
+    cached = the largest stored state not beyond the pages that match and not beyond the cap of a prompt of N tokens,
+    which is floor((N - 140) / 128) * 128. A prefill of P tokens stores states at floor((P - 140) / 128) * 128
+    and at floor((P - 1) / 128) * 128.
+    """
+
+    def __init__(self) -> None:
+        self._states: set[int] = set()
+        self._pages = 0
+        self._warm = False
+
+    def predict(self, prompt_tokens: int, common_tokens: int, got: int) -> int:
+        """common_tokens: leading tokens shared with the previous prompt. got: tells whether an earlier run stored this conversation."""
+        limit = cap(prompt_tokens)
+        reachable = min(limit, self._pages, common_tokens // PAGE * PAGE)
+        cold = max((s for s in self._states if s <= reachable), default=0)
+        if not self._states and 0 < got == limit:
+            self._warm = True  # the fixed seed makes the same conversation again, so another run may have stored it whole
+        return limit if self._warm and got > cold else cold
+
+    def store(self, prompt_tokens: int) -> None:
+        self._pages = prompt_tokens // PAGE * PAGE
+        self._states |= {cap(prompt_tokens), (prompt_tokens - 1) // PAGE * PAGE} - {0}
+
+
+def cap(prompt_tokens: int) -> int:
+    """The most that any prompt of this length can take from the cache."""
+    return max(0, (prompt_tokens - KEEP) // PAGE * PAGE)
+
+
+def _check_cache(
+    call: Invocation,
+    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    turns: Annotated[int, typer.Option("--turns", metavar="N", min=1, help="Turns of the conversation.")] = 3,
+    prompt_tokens: Annotated[
+        int, typer.Option("--prompt-tokens", metavar="N", help=f"Tokens of the first prompt; {LEAST} is the least.")
+    ] = 1024,
+    growth: Annotated[int, typer.Option("--growth", metavar="N", min=1, help="Tokens that each later turn adds.")] = 300,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer of a turn.")] = 32,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the conversation's text.")] = 0,
+) -> int:
+    """Prove on a live server that the prefix cache changes no token, and show how much time it saves.
+
+      dix check-cache
+      dix check-cache --port 8901 --turns 3
+
+    Exit code 0: same tokens, and later turns hit. 1: a token differs, or a stored page was damaged. 5: no later turn hit, nothing proved.
+    Next: dix cache stats
+    """
+    if prompt_tokens < LEAST:
+        raise ConfigError(f"--prompt-tokens is {prompt_tokens}", hint=f"{LEAST} is the shortest prompt that can hit")
+    api = connect(call, port, url)
+    model = api.model()
+    before = read_checksum_errors(api)
+    results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
+    damaged = read_checksum_errors(api) - before
+    code = judge(results, damaged)
+    show(call, model, api.url, results, damaged, code)
+    return code
+
+
+class Conversation:
+    """Sends the turns."""
+
+    def __init__(self, call: Invocation, api: Api, model: str, first: int, growth: int, max_tokens: int, seed: int) -> None:
+        self._call, self._api, self._seed = call, api, seed
+        self._first, self._growth = first, growth
+        self._messages: list[dict[str, str]] = []
+        self._base: dict[str, Any] = {
+            "model": model,
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "thinking": {"type": "disabled"},
+            "session_id": f"check-cache-{seed}",
+            "logprobs": True,
+        }
+
+    def run(self, turns: int) -> list[Turn]:
+        predictor = Predictor()
+        results: list[Turn] = []
+        target, common = self._first, 0
+        with self._call.ui.progress("check-cache", turns) as bar:
+            for index in range(1, turns + 1):
+                self._messages.append({"role": "user", "content": self._text(index, target)})
+                without, with_ = self._ask(False), self._ask(True)
+                predicted = predictor.predict(with_.prompt_tokens, common, with_.cached)
+                results.append(compare(self._api, index, without, with_, predicted))
+                predictor.store(with_.prompt_tokens)
+                common = with_.prompt_tokens
+                target = with_.prompt_tokens + self._growth
+                self._messages.append({"role": "assistant", "content": without.content})
+                bar.update(index, f"turn {index} of {turns}")
+        return results
+
+    def _text(self, index: int, target: int) -> str:
+        """A user message that brings the whole prompt to `target` tokens by the server's own count."""
+
+        def count(text: str) -> int:
+            body = {
+                "model": self._base["model"],
+                "messages": [*self._messages, {"role": "user", "content": text}],
+                "thinking": self._base["thinking"],
+            }
+            return self._api.count_tokens(body)
+
+        return sized(f"check-cache {self._seed} {index}", target, count)
+
+    def _ask(self, cached: bool) -> Answer:
+        return self._api.chat({**self._base, "messages": self._messages, "prefix_cache": cached})
+
+
+def compare(api: Api, turn: int, without: Answer, with_: Answer, predicted: int) -> Turn:
+    """Token by token where the server names its tokens, else by its tokenizer."""
+    left, right = tokens_of(api, without), tokens_of(api, with_)
+    at = first_difference(left, right)
+    if at is None and (without.finish_reason, without.output_tokens, without.content) != (
+        with_.finish_reason,
+        with_.output_tokens,
+        with_.content,
+    ):
+        at = min(len(left), len(right))
+    difference = "" if at is None else f"{_at(left, at)} without, {_at(right, at)} with the cache"
+    return Turn(turn, with_.prompt_tokens, with_.cached, predicted, without.ttft_s, with_.ttft_s, with_.output_tokens, at, difference)
+
+
+def tokens_of(api: Api, answer: Answer) -> list[str]:
+    if answer.tokens:
+        return list(answer.tokens)
+    try:
+        return [str(token) for token in api.post("/tokenize", {"prompt": answer.content})["tokens"]]
+    except RequestRefused:
+        return list(answer.content)  # characters are the finest that this server lets us see
+
+
+def first_difference(left: list[str], right: list[str]) -> int | None:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _at(tokens: list[str], index: int) -> str:
+    return repr(tokens[index]) if index < len(tokens) else "the end"
+
+
+def read_checksum_errors(api: Api) -> int:
+    """0 on a server without `/deepinfer/metrics`: then only the tokens can tell."""
+    try:
+        metrics: Mapping[str, Any] = api.get("/deepinfer/metrics")
+    except RequestRefused:
+        return 0
+    return checksum_errors(metrics)
+
+
+def judge(results: list[Turn], damaged: int) -> ExitCode:
+    if damaged > 0 or not all(turn.same for turn in results):
+        return ExitCode.NO
+    return ExitCode.OK if any(turn.cached_tokens > 0 for turn in results[1:]) else ExitCode.INVALID
+
+
+def show(call: Invocation, model: str, url: str, results: list[Turn], damaged: int, code: ExitCode) -> None:
+    from deepinfer_cli.models import STAMP, is_tiny
+
+    stamp = STAMP if is_tiny(model) else None
+    words = {ExitCode.OK: "same tokens with and without the cache", ExitCode.INVALID: "nothing proved: no later turn came from the cache"}
+    verdict = words.get(code, "the cache changes the answer" if damaged <= 0 else f"{damaged} damaged stored pages were found")
+    if call.json:
+        body = {"model": model, "url": url, "turns": [dataclasses.asdict(t) for t in results], "checksum_errors": damaged}
+        call.ui.document("dix.check-cache/1", {**body, "verdict": verdict, "exit_code": int(code), "note": stamp})
+        return
+    heads = ("TURN", "PROMPT", "CACHED", "PREDICTED", "TTFT WITHOUT ms", "TTFT WITH ms", "FASTER")
+    columns = [*(Column(head) for head in heads), Column("TOKENS", right=False)]
+    call.ui.table(columns, [_cells(turn) for turn in results])
+    call.ui.print(f"{verdict} · {model} at {url}" + (f" · {stamp}" if stamp else ""), "good" if code is ExitCode.OK else "bad")
+    for turn in results:
+        if turn.cached_tokens != turn.predicted_tokens:
+            call.ui.warn(f"turn {turn.turn}: {turn.cached_tokens} cached tokens, {turn.predicted_tokens} predicted")
+    if code is ExitCode.INVALID:
+        call.ui.note(" hint: is the cache on (dix cache stats), and is its arena large enough?", "accent")
+
+
+def _cells(turn: Turn) -> tuple[Any, ...]:
+    faster = turn.ttft_without_s / turn.ttft_with_s if turn.ttft_with_s > 0 else None
+    verdict = f"same ({turn.output_tokens})" if turn.same else f"different at {turn.different_at}: {turn.difference}"
+    return (
+        turn.turn, f"{turn.prompt_tokens:,}", f"{turn.cached_tokens:,}", f"{turn.predicted_tokens:,}",
+        show_number(turn.ttft_without_s * 1e3), show_number(turn.ttft_with_s * 1e3), f"{show_number(faster, 2)}×", verdict,
+    )  # fmt: skip
+
+
+check_cache = command(_check_cache)

@@ -1,0 +1,164 @@
+"""`dix model`: make the embedded model, look into a model directory, verify it against reference vectors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer_cli.exit_codes import ExitCode
+from deepinfer_cli.invocation import Invocation
+from deepinfer_cli.lazy import Lazy
+from deepinfer_cli.options import command
+from deepinfer_cli.ui import Column
+from deepinfer_cli.units import show_bytes
+from engine.errors import CheckpointError
+from hicache.errors import ConfigError
+
+MODES = ("fp32", "fp32-qdq", "bf16", "fp8")
+SHOWN = (
+    "architectures", "model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "n_routed_experts",
+    "num_experts_per_tok", "sliding_window", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _make_tiny(
+    call: Invocation,
+    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write.  [default: the cache directory]")] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random weights.")] = 0,
+) -> int:
+    """Write the embedded model as an ordinary checkpoint directory.
+
+      dix model make-tiny
+      dix model make-tiny ./tiny --seed 1
+
+    Next: dix serve ./tiny
+    """
+    from engine.models import tiny
+
+    if directory is None:
+        made = Path(tiny.ensure_tiny(call.paths.models))
+    else:
+        if directory.exists() and any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty", hint="name a new directory")
+        tiny.make_tiny(directory, seed=seed)
+        made = directory
+    if call.json:
+        call.ui.document("dix.model/1", {"path": str(made)})
+    else:
+        call.ui.print(str(made))
+    return ExitCode.OK
+
+
+def _info(
+    call: Invocation, model: Annotated[str | None, typer.Argument(metavar="MODEL", help="tiny, a directory, or a hub id.")] = None
+) -> int:
+    """Show what a model directory holds.
+
+      dix model info tiny
+
+    Next: dix serve
+    """
+    from deepinfer_cli.models import resolve_model
+
+    directory, name = resolve_model(call, model)
+    facts = describe(directory)
+    if call.json:
+        call.ui.document("dix.model/1", {"name": name, "path": str(directory), **facts})
+        return ExitCode.OK
+    rows = [("name", name), ("path", str(directory)), *((key, _text(key, value)) for key, value in facts.items())]
+    call.ui.table([Column("", right=False, role="accent"), Column("", right=False)], rows)
+    return ExitCode.OK
+
+
+def describe(directory: Path) -> dict[str, Any]:
+    """Facts from the headers alone; no weight is read. Raises: CheckpointError for files that are missing or damaged."""
+    config_file = directory / "config.json"
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except OSError:
+        raise CheckpointError(f"{directory} has no config.json", hint="name the directory of a released checkpoint") from None
+    except ValueError as error:
+        raise CheckpointError(f"{config_file} is not JSON: {error}", hint="download it again") from None
+    flat = {**config, **(config.get("text_config") or {})}
+    facts: dict[str, Any] = {key: flat[key] for key in SHOWN if key in flat}
+    dtypes: dict[str, int] = {}
+    parameters = size = 0
+    files = sorted(directory.glob("*.safetensors"))
+    for file in files:
+        for tensor in read_header(file).values():
+            count = 1
+            for axis in tensor["shape"]:
+                count *= axis
+            parameters += count
+            dtypes[tensor["dtype"]] = dtypes.get(tensor["dtype"], 0) + 1
+        size += file.stat().st_size
+    missing = [n for n in ("tokenizer.json", "encoding.py") if not (directory / n).exists()]
+    return {**facts, "stored_elements": parameters, "size_bytes": size, "files": len(files), "dtypes": dtypes, "missing": missing}
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Tensor name -> dtype, shape and offsets of one safetensors file. Raises: CheckpointError when it is cut short."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(length) if length < file.stat().st_size else b""
+    try:
+        header: dict[str, Any] = json.loads(text)
+    except ValueError:
+        raise CheckpointError(f"{file.name} is cut short or not a safetensors file", hint="download it again") from None
+    header.pop("__metadata__", None)
+    end = max((t["data_offsets"][1] for t in header.values()), default=0)
+    if 8 + length + end > file.stat().st_size:
+        raise CheckpointError(
+            f"{file.name} holds {file.stat().st_size:,} bytes, its header speaks of {8 + length + end:,}", hint="download it again"
+        )
+    return header
+
+
+def _text(key: str, value: Any) -> str:
+    if key == "size_bytes":
+        return show_bytes(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "nothing"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value > 9999 else str(value)
+
+
+def _verify(
+    call: Invocation,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoints, prompts.json and vectors-*.safetensors.")],
+    mode: Annotated[str, typer.Option("--mode", metavar="|".join(MODES), help="Arithmetic to check.")] = "fp32",
+    chunk: Annotated[int, typer.Option("--chunk", metavar="N", min=0, help="Tokens per prefill step; 0 takes the whole prompt.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=0, help="Prompts at once; 0 takes all.")] = 1,
+) -> int:
+    """Check the serving engine against reference logits: chunked prefill and decode from the paged cache.
+
+      dix model verify tests/golden/model
+      dix model verify tests/golden/model --mode fp32-qdq --chunk 64 --batch 0
+
+    Exit code 1 when a prompt is outside the stated tolerances.
+    Next: dix serve
+    """
+    if mode not in MODES:
+        raise ConfigError(f"--mode is {mode!r}", hint=f"one of: {', '.join(MODES)}")
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory", hint="dix model verify tests/golden/model")
+    from deepinfer_cli.verification import run_verify, show_verify
+
+    report = run_verify(directory, mode, chunk, batch)
+    show_verify(call, report, directory, mode)
+    return ExitCode.OK if report.passed else ExitCode.NO
+
+
+make_tiny = command(_make_tiny)
+info = command(_info)
+verify = command(_verify)
+HERE = "deepinfer_cli.commands.model"
+TABLE = {
+    "make-tiny": Lazy(f"{HERE}:make_tiny", "Write the embedded model as a checkpoint."),
+    "info": Lazy(f"{HERE}:info", "Show what a model directory holds."),
+    "verify": Lazy(f"{HERE}:verify", "Check the engine against reference logits."),
+}

@@ -1,0 +1,146 @@
+"""`dix report`: show runs, compare them with a baseline, export the numbers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deepinfer_cli.bench.runs import find_runs
+from deepinfer_cli.exit_codes import ExitCode
+from deepinfer_cli.invocation import Invocation
+from deepinfer_cli.options import command
+from deepinfer_cli.report import export
+from deepinfer_cli.report.compare import Result, compare, different_work, worst_regression
+from deepinfer_cli.report.stats import Summary, summarize
+from deepinfer_cli.report.tables import print_grid, print_summary, summary_document
+from deepinfer_cli.report.verdicts import comparison_grid, repeats_grid
+from deepinfer_cli.units import parse_fraction
+from hicache.errors import ConfigError
+
+
+def _report(
+    call: Invocation,
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN", help="last, a run, a label, a recipe or a path.  [default: last]")
+    ] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option("--baseline", metavar="RUN", help="Compare with these runs; may be repeated.")
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", metavar="NAME", help="Compare only numbers whose name holds this.")] = "",
+    confidence: Annotated[float, typer.Option("--confidence", metavar="X", min=0.5, max=0.999, help="Of the intervals.")] = 0.95,
+    margin: Annotated[str, typer.Option("--margin", metavar="PCT", help="Changes inside this count as the same.")] = "2%",
+    fail_over: Annotated[str, typer.Option("--fail-over", metavar="PCT", help="Exit 1 when a whole interval is worse than this.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Compare different work all the same.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write every number, long form.")] = None,
+    parquet: Annotated[Path | None, typer.Option("--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="DIR", help="Write figures as PNG files.")] = None,
+) -> int:
+    """Show runs, compare them with a baseline, export the numbers.
+
+      dix report                                    the last run
+      dix report --html report.html --csv numbers.csv
+      dix report new --baseline base --fail-over 3%
+
+    Exit code 1: a regression past --fail-over. 5: the run is not valid, or the runs cannot be compared.
+    """
+    chosen = load(call, runs or ["last"])
+    base = load(call, baseline or [])
+    result = (
+        compare(base, chosen, confidence=confidence, margin=parse_fraction(margin, "--margin"), metric=metric, force=force)
+        if base
+        else None
+    )
+    limit = parse_fraction(fail_over, "--fail-over") if fail_over else None
+    if limit is not None and result is None:
+        raise ConfigError("--fail-over needs something to compare with", hint="--baseline RUN")
+    written = write_files(base + chosen, result, html, csv, parquet, png)
+    if call.json:
+        show_json(call, chosen, base, result, written)
+    else:
+        show(call, chosen, result, confidence)
+        for path in written:
+            call.ui.note(f"wrote {path}", "quiet")
+    if limit is not None and result is not None and worst_regression(result) > limit:
+        return ExitCode.NO
+    return ExitCode.OK if all(s.run.get("valid") for s in chosen) else ExitCode.INVALID
+
+
+def load(call: Invocation, names: list[str]) -> list[Summary]:
+    folders = [folder for name in names for folder in find_runs(call.paths.runs, name)]
+    return [summarize(folder) for folder in dict.fromkeys(folders)]
+
+
+def show(call: Invocation, chosen: list[Summary], result: Result | None, confidence: float) -> None:
+    if result is not None:
+        show_comparison(call, chosen, result)
+        return
+    for index, summary in enumerate(chosen):
+        if index:
+            call.ui.print()
+        print_summary(call.ui, summary)
+    if len(chosen) > 1 and not different_work(chosen, []):
+        print_grid(call.ui, repeats_grid(chosen, confidence))
+
+
+def show_comparison(call: Invocation, chosen: list[Summary], result: Result) -> None:
+    if result.banner:
+        call.ui.print(result.banner, "bad")
+    print_grid(call.ui, comparison_grid(result))
+    for stamp in sorted({s.stamp for s in chosen if s.stamp}):
+        call.ui.print(stamp, "warning")
+    for note in result.notes:
+        call.ui.note(f"note: {note}", "quiet")
+
+
+def show_json(call: Invocation, chosen: list[Summary], base: list[Summary], result: Result | None, written: list[Path]) -> None:
+    import dataclasses
+
+    lines = [dataclasses.asdict(line) for line in result.lines] if result is not None else None
+    body = {
+        "runs": [summary_document(s) for s in chosen],
+        "baseline": [s.name for s in base] or None,
+        "comparison": lines,
+        "notes": result.notes if result is not None else [],
+        "files": [str(path) for path in written],
+    }
+    call.ui.document("dix.report/1", body)
+
+
+def write_files(
+    summaries: list[Summary], result: Result | None, html: Path | None, csv: Path | None, parquet: Path | None, png: Path | None
+) -> list[Path]:
+    written = []
+    for path in (html, csv, parquet):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if html is not None:
+        from deepinfer_cli.report.html import page
+
+        replace_text(html, page(summaries, result))
+        written.append(html)
+    if csv is not None:
+        export.write_csv(summaries, csv)
+        written.append(csv)
+    if parquet is not None:
+        export.write_parquet(summaries, parquet)
+        written.append(parquet)
+    if png is not None:
+        written += export.write_png(summaries, png)
+    return written
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A reader of the old page never sees half of the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+report = command(_report)

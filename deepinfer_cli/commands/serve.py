@@ -1,0 +1,107 @@
+"""`dix serve`: a model in the foreground. The options and checks here are those of `dix start` too."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer_cli.invocation import Invocation
+from deepinfer_cli.options import command
+from engine.config import EngineConfig
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError
+from server.config import ServerConfig
+
+# Where a server differs from the offline engine: arrivals matter more than batch size, and the host cache needs truncation.
+SERVER_DEFAULTS = {"engine.prefill_any_interval": 2, "engine.yoco_mode": "compact", "engine.yoco_keep_tokens": 140}
+SECTIONS = ("engine", "hicache", "server")
+LEAVE_OUT = ("engine.model",)
+
+Model = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="tiny, a model directory, or a hub id.  [default: tiny]", show_default=False)
+]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", metavar="NAME", help="Name for stop, status and logs.  [default: the served name]", show_default=False),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything the launcher needs."""
+
+    engine: EngineConfig
+    hicache: HiCacheConfig
+    server: ServerConfig
+    name: str
+
+
+def plan_server(call: Invocation, model: str | None, name: str | None) -> Plan:
+    """Resolve the model and check what no single section can. Raises: ConfigError."""
+    from deepinfer_cli.models import resolve_model
+
+    settings = call.settings
+    if settings.engine.yoco_mode == "off" and settings.hicache.enabled:
+        raise ConfigError(
+            "--yoco-keep-tokens 0 turns decoder truncation off, and the host cache needs it",
+            hint="add --hicache-size-gb 0, or keep the default --yoco-keep-tokens 140",
+        )
+    directory, served = resolve_model(call, model)
+    server = settings.server if settings.server.served_name else dataclasses.replace(settings.server, served_name=served)
+    engine = dataclasses.replace(settings.engine, model=str(directory))
+    return Plan(engine, settings.hicache, server, name or server.served_name)
+
+
+class Narrator:
+    """Tells a launch: one line per stage on a terminal, JSON Lines with --json."""
+
+    def __init__(self, call: Invocation) -> None:
+        self._call = call
+        self._said: dict[str, str] = {}
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        fields = dict(event)
+        kind = str(fields.pop("event", fields.pop("kind", "event")))
+        if self._call.json:
+            self._call.ui.event(kind, **fields)
+            return
+        text = "  ".join(f"{key} {_show(value)}" for key, value in fields.items() if value not in (None, ""))
+        if self._said.get(kind) != text:
+            self._said[kind] = text
+            self._call.ui.step(kind, text)
+
+
+def _show(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
+    """Serve a model in the foreground until Ctrl-C.
+
+      dix serve                          the embedded model, no download
+      dix serve ~/models/v41 --dp 8      a checkpoint on eight ranks
+      dix serve tiny --dp 2 --port 8901
+
+    Next: dix chat, dix check-cache, dix bench run smoke
+    """
+    plan = plan_server(call, model, name)
+    from server import launcher
+
+    return int(
+        launcher.serve(
+            plan.engine,
+            plan.hicache,
+            plan.server,
+            name=plan.name,
+            state_dir=Path(call.paths.state),
+            runtime_dir=Path(call.paths.runtime),
+            on_event=Narrator(call),
+        )
+    )
+
+
+serve = command(_serve, sections=SECTIONS, defaults=SERVER_DEFAULTS, leave_out=LEAVE_OUT)

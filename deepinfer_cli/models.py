@@ -1,0 +1,60 @@
+"""Which directory a model's name means: `tiny`, a local directory, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deepinfer_cli.invocation import Invocation
+from deepinfer_cli.settings import MODEL_VARIABLE
+from hicache.errors import ConfigError, MachineError
+
+TINY = "tiny"
+STAMP = "functional check, not performance"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve_model(call: Invocation, name: str | None) -> tuple[Path, str]:
+    """A model's directory and the name clients see. Without a name: `DEEPINFER_HF_MODEL_DIR`, else `tiny`.
+
+    Raises: ConfigError when nothing of that name exists, MachineError when a download fails.
+    """
+    name = name or call.settings.engine.model or call.environ.get(MODEL_VARIABLE) or TINY
+    if name == TINY:
+        return make_ready(call), TINY
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.absolute(), path.absolute().name
+    if path.exists():
+        raise ConfigError(f"{name} is a file, not a model directory", hint="name the directory that holds config.json")
+    if HUB_ID.fullmatch(name) and not name.startswith("."):
+        return download(call, name), name.split("/")[1]
+    raise ConfigError(f"no model {name!r}", hint="tiny, a directory with config.json, or a hub id such as owner/name")
+
+
+def make_ready(call: Invocation) -> Path:
+    """The embedded model's directory, created in the cache on first use."""
+    from engine.models.tiny import ensure_tiny
+
+    return Path(ensure_tiny(call.paths.models))
+
+
+def download(call: Invocation, name: str) -> Path:
+    """A hub snapshot in the usual cache. Raises: MachineError when the hub cannot be reached or knows no such model."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise MachineError(
+            f"{name} is a hub id, but huggingface_hub is not installed", hint="pip install huggingface_hub, or name a directory"
+        ) from None
+    call.ui.note(f"downloading {name}", "quiet")
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py", "*.txt", "*.model"]))
+    except (OSError, ValueError) as error:
+        hint = "check the name and the network, or name a local directory"
+        raise MachineError(f"model {name} is neither here nor downloadable: {str(error).splitlines()[0][:120]}", hint=hint) from error
+
+
+def is_tiny(model: str) -> bool:
+    """Whether numbers of this served model are a functional check only."""
+    return model == TINY or model.startswith("tiny-")

@@ -1,0 +1,219 @@
+"""The figures of a report, each with the table of what it shows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from deepinfer_cli.report.stats import Summary
+from deepinfer_cli.report.svg import Series, Strip, bar_chart, distribution_chart, scatter_chart, timeline_chart
+from deepinfer_cli.report.tables import Grid, show_share
+from deepinfer_cli.units import show_number
+
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+MOST_POINTS = 2000  # a page stays small and quick; more points than pixels show nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One plot: what it says, the picture, and the same as numbers."""
+
+    title: str
+    caption: str
+    svg: str
+    grid: Grid
+    legend: list[tuple[int, str]]
+
+
+def figures(summaries: list[Summary]) -> list[Figure]:
+    """All figures that have something to show, for one run or several."""
+    made = [
+        distribution(summaries, "TTFT", "ttft_ms", "Time to first token"),
+        distribution(summaries, "TPOT", "tpot_ms", "Decode time per token"),
+        hit_rate_by_turn(summaries),
+        hit_rate_by_rank(summaries),
+        ttft_by_work(summaries),
+        *(timeline(summary, len(summaries) > 1) for summary in summaries[:4]),
+    ]
+    if len(summaries) > 1:
+        made.append(frontier(summaries))
+    return [figure for figure in made if figure.svg]
+
+
+def _legend(summaries: list[Summary]) -> list[tuple[int, str]]:
+    return [(i, s.name) for i, s in enumerate(summaries)] if len(summaries) > 1 else []
+
+
+def _good(summary: Summary, *columns: str) -> pd.DataFrame:
+    frame = summary.requests[summary.requests["ok"]]
+    return frame.dropna(subset=list(columns)) if columns else frame
+
+
+def distribution(summaries: list[Summary], name: str, column: str, title: str) -> Figure:
+    series, rows = [], []
+    for i, summary in enumerate(summaries):
+        values = np.sort(_good(summary, column)[column].to_numpy(dtype=np.float64))
+        if not len(values):
+            continue
+        shown = values if len(values) <= MOST_POINTS else np.quantile(values, np.linspace(0, 1, MOST_POINTS))
+        series.append(Series(summary.name, shown.tolist(), (), color=i))
+        rows.append([summary.name, f"{len(values):,}", *(show_number(float(np.quantile(values, share))) for share in SHARES)])
+    grid = Grid(f"{name} ms at or below which a share of requests lies", ["Run", "n", *(f"{share:.0%}" for share in SHARES)], rows)
+    svg = distribution_chart(title, series, f"{name} (ms, logarithmic)")
+    return Figure(title, f"{name} of every good request: how many were at or below each value.", svg, grid, _legend(summaries))
+
+
+def hit_rate_by_turn(summaries: list[Summary]) -> Figure:
+    groups = max((s.groups("turn") for s in summaries), key=len, default=[])
+    return _rates(
+        summaries,
+        groups,
+        "turn",
+        1,
+        "hit_rate_client",
+        "Share of prompt tokens that came from the prefix cache, by turn of the conversation.",
+    )
+
+
+def hit_rate_by_rank(summaries: list[Summary]) -> Figure:
+    groups = max((s.groups("rank") for s in summaries), key=len, default=[])
+    return _rates(
+        summaries,
+        groups,
+        "rank",
+        0,
+        "hit_rate_server",
+        "Share of looked-up tokens that the prefix cache held, by the counters of each rank.",
+    )
+
+
+def _rates(summaries: list[Summary], groups: list[str], kind: str, first: int, metric: str, caption: str) -> Figure:
+    names = [f"{kind} {int(group.split()[1]) + first}" for group in groups]
+    series, rows = [], []
+    for i, summary in enumerate(summaries):
+        values = [summary.value(metric, group=group) for group in groups]
+        series.append(Series(summary.name, (), [math.nan if v is None else v for v in values], color=i))
+        rows.append([summary.name, *(show_share(v) for v in values)])
+    title = f"Hit rate by {kind}"
+    return Figure(
+        title, caption, bar_chart(title, names, series, "hit rate", percent=True), Grid(title, ["Run", *names], rows), _legend(summaries)
+    )
+
+
+def ttft_by_work(summaries: list[Summary]) -> Figure:
+    """TTFT against the tokens that had to be computed."""
+    series, rows = [], []
+    for i, summary in enumerate(summaries):
+        good = _good(summary, "ttft_ms", "prompt_tokens")
+        if good.empty:
+            continue
+        cached = good["cached_tokens"].fillna(0).to_numpy(dtype=np.float64)
+        work = good["prompt_tokens"].to_numpy(dtype=np.float64) - cached
+        ttft = good["ttft_ms"].to_numpy(dtype=np.float64)
+        texts = [
+            f"turn {turn + 1}: {w:,.0f} tokens computed, {c:,.0f} cached, {t:,.1f} ms"
+            for turn, w, c, t in zip(good["turn"], work, cached, ttft, strict=True)
+        ]
+        keep = np.linspace(0, len(work) - 1, min(len(work), MOST_POINTS)).astype(int)
+        series.append(Series(summary.name, work[keep].tolist(), ttft[keep].tolist(), [texts[k] for k in keep], i))
+        rows += _by_work(summary.name, work, ttft)
+    title = "TTFT against tokens computed"
+    caption = "Each dot is a request: prompt tokens that were not in the cache, and the time until its first token."
+    svg = scatter_chart(title, series, "prompt tokens computed", "TTFT (ms)")
+    return Figure(
+        title, caption, svg, Grid(title, ["Run", "Tokens computed", "n", "TTFT mean ms"], rows, left=frozenset({0, 1})), _legend(summaries)
+    )
+
+
+def _by_work(
+    name: str, work: np.ndarray[tuple[int], np.dtype[np.float64]], ttft: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> list[list[str | None]]:
+    """Powers of four, from 64 tokens up."""
+    rows: list[list[str | None]] = []
+    edges = [0.0] + [64.0 * 4**k for k in range(9)] + [math.inf]
+    for low, high in itertools.pairwise(edges):
+        inside = (work >= low) & (work < high)
+        if inside.any():
+            text = f"{low:,.0f} to {high:,.0f}" if math.isfinite(high) else f"{low:,.0f} and more"
+            rows.append([name, text, f"{int(inside.sum()):,}", show_number(float(ttft[inside].mean()))])
+    return rows
+
+
+def timeline(summary: Summary, named: bool) -> Figure:
+    """What happened when: requests in flight, tokens per second, hit rate and TTFT on one time axis; failures as ticks."""
+    requests = summary.requests
+    if requests.empty:
+        return Figure("", "", "", Grid("", [], []), [])
+    zero_s = float(requests["start_s"].min())
+    end_s = float(requests["end_s"].max()) - zero_s
+    strips = [Strip("requests in flight", _in_flight(requests, zero_s), "steps"), *_rate_strips(summary.timeline, zero_s)]
+    good = _good(summary, "ttft_ms")
+    texts = [f"turn {turn + 1}: {ttft:,.1f} ms" for turn, ttft in zip(good["turn"], good["ttft_ms"], strict=True)]
+    strips.append(Strip("TTFT (ms)", Series("TTFT", (good["start_s"] - zero_s).tolist(), good["ttft_ms"].tolist(), texts, 1), "dots"))
+    bad = requests[~requests["ok"]]
+    marks = [
+        (float(at) - zero_s, f"{kind}: {text}") for at, kind, text in zip(bad["end_s"], bad["outcome"], bad["error_text"], strict=True)
+    ]
+    title = f"Time line of {summary.name}" if named else "Time line"
+    caption = "Requests in flight, output tokens per second, hit rate and TTFT over the run; failed requests are vertical ticks."
+    return Figure(title, caption, timeline_chart(title, strips, end_s, marks), _time_grid(requests, zero_s, end_s), [])
+
+
+def _in_flight(requests: pd.DataFrame, zero_s: float) -> Series:
+    """+1 at each start, -1 at each end."""
+    events = sorted([(float(t) - zero_s, 1) for t in requests["start_s"]] + [(float(t) - zero_s, -1) for t in requests["end_s"].dropna()])
+    times = [t for t, _ in events]
+    return Series("in flight", times, np.cumsum([step for _, step in events]).astype(float).tolist(), color=0)
+
+
+def _rate_strips(timeline: pd.DataFrame, zero_s: float) -> list[Strip]:
+    """Growth of the server's counters between samples, all ranks together."""
+    if timeline.empty:
+        return []
+    sums = timeline.groupby("at_s")[["generated_total", "lookup_tokens_total", "hit_tokens_total"]].sum()
+    at_s = sums.index.to_numpy(dtype=np.float64)
+    if len(at_s) < 2:
+        return []
+    middle = ((at_s[1:] + at_s[:-1]) / 2 - zero_s).clip(min=0.0)
+    # A restarted rank counts from zero: a negative step is no rate.
+    steps = {name: np.diff(sums[name].to_numpy(dtype=np.float64)).clip(min=0.0) for name in sums.columns}
+    out = [Strip("output tok/s", Series("tok/s", middle.tolist(), (steps["generated_total"] / np.diff(at_s)).tolist(), color=2))]
+    looked = steps["lookup_tokens_total"] > 0
+    if looked.any():
+        rates = steps["hit_tokens_total"][looked] / steps["lookup_tokens_total"][looked] * 100
+        out.append(Strip("hit rate (%)", Series("hit rate", middle[looked].tolist(), rates.tolist(), color=3)))
+    return out
+
+
+def _time_grid(requests: pd.DataFrame, zero_s: float, end_s: float) -> Grid:
+    """Ten equal parts of the run."""
+    rows: list[list[str | None]] = []
+    width = end_s / 10 or 1.0
+    for i in range(10):
+        ended = requests[(requests["end_s"] - zero_s > i * width) & (requests["end_s"] - zero_s <= (i + 1) * width)]
+        good = ended[ended["ok"]]
+        ttft = show_number(float(good["ttft_ms"].mean())) if len(good) else None
+        tokens = show_number(float(good["output_tokens"].sum()) / width)
+        rows.append([f"{i * width:.1f} to {(i + 1) * width:.1f}", str(len(good)), str(len(ended) - len(good)), tokens, ttft])
+    return Grid("By time", ["Seconds", "Ended ok", "Failed", "Output tok/s", "TTFT mean ms"], rows)
+
+
+def frontier(summaries: list[Summary]) -> Figure:
+    """Throughput against what one user sees."""
+    series, rows = [], []
+    for i, summary in enumerate(summaries):
+        user, output = summary.value("user_rate"), summary.value("output_rate")
+        if user is None or output is None:
+            continue
+        series.append(
+            Series(summary.name, [user], [output], [f"{summary.name}: {output:,.1f} tok/s in total, {user:,.1f} for one user"], i)
+        )
+        rows.append([summary.name, show_number(user), show_number(output)])
+    title = "Throughput against interactivity"
+    caption = "Up: more tokens per second from the server. Right: faster answers for one user."
+    svg = scatter_chart(title, series, "tok/s per user (median)", "output tok/s")
+    return Figure(title, caption, svg, Grid(title, ["Run", "tok/s per user", "Output tok/s"], rows), _legend(summaries))

@@ -1,0 +1,178 @@
+"""A small OpenAI-compatible server for tests: one word is one token, the answer is a function of the prompt, faults on demand."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PAGE, KEEP = 128, 140
+WORDS = ("red", "green", "blue", "black", "white", "amber", "violet", "grey")
+
+
+class FakeServer(ThreadingHTTPServer):
+    """`fault` applies to every chat request: error, hang, truncated, refuse, short, empty. cache: works, off, wrong (other
+    tokens on a hit), damaged (each hit counts a checksum error). `ours` False leaves out everything beyond the common API."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, *, fault: str = "", cache: str = "works", ours: bool = True, only_turn: int | None = None, rank_header: bool = False
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.fault, self.cache, self.ours, self.only_turn, self.rank_header = fault, cache, ours, only_turn, rank_header
+        self.states: list[tuple[list[str], set[int]]] = []
+        self.requests: list[dict[str, Any]] = []
+        self.hits = self.looked = self.prompts = self.generated = self.damaged = self.resets = 0
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+
+def words_of(body: dict[str, Any]) -> list[str]:
+    if "prompt" in body:
+        return str(body["prompt"]).split()
+    return [word for message in body["messages"] for word in (f"<{message['role']}>", *message["content"].split())] + ["<assistant>"]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._json({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        elif self.path == "/deepinfer/metrics" and self.server.ours:
+            self._json(self._metrics())
+        else:
+            self._json({"error": {"message": "not found", "type": "invalid_request_error", "code": "not_found"}}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+        if self.path == "/tokenize" and self.server.ours:
+            self._json({"count": len(words_of(body)), "tokens": list(range(len(words_of(body))))})
+        elif self.path == "/reset_prefix_cache" and self.server.ours:
+            self.server.states.clear()
+            self.server.resets += 1
+            self._json({})
+        elif self.path == "/v1/chat/completions":
+            self._chat(body)
+        else:
+            self._json({"error": {"message": "not found", "code": "not_found"}}, 404)
+
+    def _json(self, body: Any, status: int = 200) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _metrics(self) -> dict[str, Any]:
+        s = self.server
+        cache = {"lookups_total": 1, "lookup_tokens_total": s.looked, "hit_tokens_total": s.hits, "checksum_errors_total": s.damaged}
+        tokens = {"prompt_total": s.prompts, "cached_total": s.hits, "generated_total": s.generated}
+        kv = {"tokens_total": 1000, "tokens_used": 250}
+        rank = {"rank": 0, "generation": 1, "running": 1, "waiting": 2, "kv": kv, "tokens": tokens, "prefix_cache": cache, "steps_total": 5}
+        return {"schema": 1, "state": "ready", "ranks": [rank], "totals": {"tokens": tokens, "prefix_cache": cache}}
+
+    def _cached(self, prompt: list[str], body: dict[str, Any]) -> int:
+        s = self.server
+        if s.cache == "off" or body.get("prefix_cache") is False:
+            return 0
+        cap = max(0, (len(prompt) - KEEP) // PAGE * PAGE)
+        with s.lock:
+            best = max((p for stored, at in s.states for p in at if p <= cap and stored[:p] == prompt[:p]), default=0)
+            states = {(len(prompt) - KEEP) // PAGE * PAGE, (len(prompt) - 1) // PAGE * PAGE}
+            s.states.append((prompt, {p for p in states if p > 0}))
+            s.looked += len(prompt)
+            s.hits += best
+            s.damaged += s.cache == "damaged" and best > 0
+        return best
+
+    def _chat(self, body: dict[str, Any]) -> None:
+        s = self.server
+        prompt = words_of(body)
+        s.requests.append(body)
+        turn = sum(m["role"] == "user" for m in body["messages"]) - 1
+        fault = s.fault if s.only_turn in (None, turn) and len(prompt) > 10 else ""
+        if fault == "refuse":
+            self._json({"error": {"message": "the queue is full", "type": "rate_limit_error", "code": "queue_full"}}, 429)
+            return
+        cached = self._cached(prompt, body)
+        count = int(body.get("max_tokens") or 16)
+        seed = zlib.crc32(" ".join(prompt).encode()) + (1 if s.cache == "wrong" and cached else 0)
+        answer = [WORDS[(seed >> i % 24) % len(WORDS)] + " " for i in range(count)]
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        if s.rank_header:
+            self.send_header("X-DeepInfer-Rank", "0")
+        self.end_headers()
+        self.close_connection = True
+        self._stream(answer, len(prompt), cached, fault, bool(body.get("logprobs")))
+
+    def _event(self, body: Any, name: str = "") -> None:
+        self.wfile.write((f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(body).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _stream(self, answer: list[str], prompt_tokens: int, cached: int, fault: str, logprobs: bool) -> None:
+        self.wfile.write(b": keep-alive\n\n")
+        self._event(choice({"role": "assistant", "content": ""}))
+        answer = [] if fault == "empty" else answer[: len(answer) // 2] if fault == "short" else answer
+        for i, word in enumerate(answer):
+            if i == len(answer) // 2 and fault in ("error", "hang", "truncated"):
+                self._break(fault)
+                return
+            self._event(choice({"content": word}, tokens=[word] if logprobs else None))
+            time.sleep(0.001)
+        self._event(choice({}, finish="length"))
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        self._event({"choices": [], "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": len(answer), **details}})
+        self.wfile.write(b"data: [DONE]\n\n")
+        with self.server.lock:
+            self.server.prompts += prompt_tokens
+            self.server.generated += len(answer)
+
+    def _break(self, fault: str) -> None:
+        if fault == "error":
+            self._event({"error": {"message": "rank 0 died", "code": "rank_failed"}}, "error")
+        elif fault == "hang":
+            self.server.released.wait(30)
+
+
+def choice(delta: dict[str, Any], *, finish: str | None = None, tokens: list[str] | None = None) -> dict[str, Any]:
+    item: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": finish}
+    if tokens is not None:
+        item["logprobs"] = {"content": [{"token": token, "logprob": -0.5} for token in tokens]}
+    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [item]}
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[FakeServer]:
+    server = FakeServer(**options)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
