@@ -1,0 +1,78 @@
+"""What a run left behind, read into the tables that reports use. The harness's own files stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepinfer_cli.bench.agentx_traces import TraceSet
+from deepinfer_cli.bench.aiperf_outputs import RECORDS, Aggregate, LogFacts, ServerCounters, read_aggregate, read_log, read_server_counters
+from deepinfer_cli.bench.aiperf_records import WINDOW, RequestRow, chunk_gaps, read_records, request_rows, to_frame
+from deepinfer_cli.bench.runs import read_lines
+
+HARNESS_DIR, HARNESS_LOG, SAMPLES = "harness", "harness.log", "samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Everything that the harness and the sampler wrote. `counters_*`: our server's own, at the window's ends."""
+
+    rows: list[RequestRow]
+    records_path: Path
+    aggregate: Aggregate | None
+    counters: ServerCounters | None
+    log: LogFacts
+    samples: list[dict[str, Any]]
+    window_s: float
+    counters_before: Mapping[str, Any] | None
+    counters_after: Mapping[str, Any] | None
+
+
+def collect(folder: Path, traces: TraceSet, not_before_s: float) -> Collected:
+    """Works with whatever exists: an interrupted run has records and perhaps no aggregate."""
+    harness_dir, log = folder / HARNESS_DIR, folder / HARNESS_LOG
+    path = harness_dir / RECORDS
+    rows = request_rows(read_records(path), traces, folder.name)
+    window = [row for row in rows if row.phase == WINDOW]
+    begin = min((row.start_ns for row in window), default=0) / 1e9
+    end = max((row.end_ns for row in window), default=0) / 1e9
+    samples = read_lines(folder / SAMPLES)
+    log_lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return Collected(
+        rows=rows,
+        records_path=path,
+        aggregate=read_aggregate(harness_dir, not_before_s),
+        counters=read_server_counters(harness_dir),
+        log=read_log(log_lines),
+        samples=[{"at_s": round(sample["unix_s"] - begin, 3), "metrics": sample["metrics"]} for sample in samples] if window else [],
+        window_s=end - begin,
+        counters_before=_sample_at(samples, begin, last_before=True),
+        counters_after=_sample_at(samples, end, last_before=False),
+    )
+
+
+def _sample_at(samples: list[dict[str, Any]], unix_s: float, *, last_before: bool) -> Mapping[str, Any] | None:
+    """The last sample at or before a moment, or the first one after it; the nearest there is otherwise."""
+    if not samples or not unix_s:
+        return None
+    before = [s for s in samples if s["unix_s"] <= unix_s]
+    after = [s for s in samples if s["unix_s"] > unix_s]
+    chosen = (before or after[:1])[-1] if last_before else (after or before[-1:])[0]
+    metrics: Mapping[str, Any] = chosen["metrics"]
+    return metrics
+
+
+def write_tables(folder: Path, collected: Collected) -> None:
+    """`requests.parquet` (the window), `warmup.parquet` (same columns), `chunks.parquet`, `timeline.parquet`."""
+    from deepinfer_cli.bench.tables import timeline_table, write_parquet
+
+    frame = to_frame(collected.rows)
+    in_window = frame["phase"] == WINDOW
+    write_parquet(frame[in_window].reset_index(drop=True), folder / "requests.parquet")
+    write_parquet(frame[~in_window].reset_index(drop=True), folder / "warmup.parquet")
+    good = set(frame.loc[in_window & frame["ok"], "request_id"])
+    gaps = chunk_gaps(read_records(collected.records_path))
+    write_parquet(gaps[gaps["request_id"].isin(good)].reset_index(drop=True), folder / "chunks.parquet")
+    write_parquet(timeline_table(collected.samples), folder / "timeline.parquet")
