@@ -1,7 +1,8 @@
 """The guard of one process group: `python -S server/guard.py PIPE_FD LEADER_PID`.
 
-It is a member of the group, so the group's id cannot be reused while it lives. It blocks on a pipe whose only write end the supervisor holds;
-at end-of-file, or when the group's leader is gone, it kills the whole group, itself included. Standard library only: it must stay tiny.
+It is a member of the group, so the group's id cannot be reused while it lives. It blocks on a pipe whose only write end
+the supervisor holds; at end-of-file, or when the group's leader is gone, it kills the whole group, itself included.
+Standard library only: it must stay tiny.
 """
 
 import os

@@ -21,7 +21,8 @@ async def read_object(request: Request, max_bytes: int, workers: Workers) -> dic
     """The body as a JSON object.
 
     Raises:
-        ApiError: 413 too large (also for chunked bodies, while reading), 408 too slow, 415 other content type. BadRequest: not a JSON object.
+        ApiError: 413 too large (also for chunked bodies, while reading), 408 too slow, 415 other content type.
+        BadRequest: not a JSON object.
     """
     check_content_type(request)
     data = await read_bytes(request, max_bytes)

@@ -61,7 +61,8 @@ def serve(
     """Run the supervisor in this process until it is told to stop. Returns 0.
 
     Raises:
-        PortInUse, ConfigError: before anything was started. ServerFailed: not ready, or a rank failed for good (`exit_code` 4, or the rank's own).
+        PortInUse, ConfigError: before anything was started.
+        ServerFailed: not ready, or a rank failed for good (`exit_code` 4, or the rank's own).
     """
     launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory)
     return supervise(launch, state_dir, on_event, api_keys or [])

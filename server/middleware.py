@@ -80,7 +80,7 @@ class Gate:
         if scheme.lower() != b"bearer" or not key.strip():
             raise unauthorized("send the key as: Authorization: Bearer <key>")
         # Every key is compared, in constant time each: the answer's timing says nothing about which one was close.
-        if not any([hmac.compare_digest(key.strip(), known) for known in keys]):
+        if sum(hmac.compare_digest(key.strip(), known) for known in keys) == 0:
             raise unauthorized("the API key is not accepted")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import signal
@@ -45,10 +46,8 @@ class Child:
     def kill_group(self) -> None:
         """SIGKILL to everything in the group. The guard is a member, so the id is still ours until it has been waited for."""
         if self.guard.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # all members may be gone already
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # all members are gone already
         self.process.wait()
         self.guard.wait()
         self.returncode = self.process.returncode
@@ -117,7 +116,7 @@ def reap_orphans(known: set[int]) -> None:
 
 
 def end_groups(children: list[Child], patience_s: float) -> list[int]:
-    """SIGTERM to all leaders, then SIGKILL to every group once they left or after `patience_s`. Returns the leaders that had to be killed."""
+    """SIGTERM to all leaders, then SIGKILL to every group once they left or after `patience_s`. Returns the leaders killed."""
     for child in children:
         child.signal_leader(signal.SIGTERM)
     deadline = time.monotonic() + patience_s

@@ -27,6 +27,7 @@ from server.logs import open_log
 
 IDLE_WAIT_MS = 20
 STATS_INTERVAL_S = 0.5
+PROGRESS_INTERVAL_S = 0.25
 WARM_UP_ID = "warm-up"
 log = logging.getLogger("rank")
 
@@ -191,16 +192,38 @@ class RankLoop:
             self._last_stats = record
 
 
-def subtract_totals(record: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
-    """The record without what the warm-up request counted. Only counters (`*_total`) shrink; `kv.tokens_total` is a capacity, not a counter."""
+def subtract_totals(record: dict[str, Any], baseline: dict[str, Any], counting: bool = False) -> dict[str, Any]:
+    """The record without what the warm-up request counted. Only counters shrink: `*_total` leaves, and all leaves of a `*_total` dict.
+
+    `kv.tokens_total` is a capacity in spite of its name, and steps are counted from the start.
+    """
     result: dict[str, Any] = {}
     for key, value in record.items():
-        base = baseline.get(key, 0)
+        base, is_counter = baseline.get(key), counting or key.endswith("_total")
         if isinstance(value, dict):
-            result[key] = value if key == "kv" else subtract_totals(value, base if isinstance(base, dict) else {})
+            result[key] = value if key == "kv" else subtract_totals(value, base if isinstance(base, dict) else {}, is_counter)
+        elif is_counter and key != "steps_total" and isinstance(base, (int, float)):
+            result[key] = value - base
         else:
-            result[key] = value - base if key.endswith("_total") and key != "steps_total" and isinstance(base, (int, float)) else value
+            result[key] = value
     return result
+
+
+class ProgressReport:
+    """Loading progress to the supervisor: every new stage, its end, and in between at most four lines a second."""
+
+    def __init__(self, report: Report, clock: Callable[[], float]) -> None:
+        self._report = report
+        self._clock = clock
+        self._stage = ""
+        self._due_s = 0.0
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        now = self._clock()
+        if stage == self._stage and fraction < 1.0 and now < self._due_s:
+            return
+        self._stage, self._due_s = stage, now + PROGRESS_INTERVAL_S
+        self._report("progress", stage=stage, fraction=fraction)
 
 
 def build_engine(launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None]) -> EngineLike:
@@ -241,7 +264,7 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
     heartbeat.announce(rank, launch.server.ready_timeout_s)
     link = Link(launch.socket_address, rank, generation)
     build = resolve(launch.engine_factory) if launch.engine_factory else build_engine
-    engine = build(launch, rank, generation, lambda stage, fraction: report("progress", stage=stage, fraction=fraction))
+    engine = build(launch, rank, generation, ProgressReport(report, time.monotonic))
 
     def on_warm() -> None:
         heartbeat.announce(rank, launch.server.hang_timeout_s)

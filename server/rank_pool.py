@@ -73,7 +73,7 @@ class RankPool:
     # --- life of a generation -------------------------------------------------------------------------------------------------------
 
     def begin_generation(self, generation: int) -> None:
-        """New ranks are being started; what the old ones counted is kept. Their own messages may arrive before the supervisor's news of them."""
+        """New ranks are being started; what the old ones counted is kept. Their messages may arrive before the news of them."""
         if generation <= self.generation:
             return
         self.generation = generation
@@ -186,11 +186,13 @@ class RankPool:
 
     # --- operations ------------------------------------------------------------------------------------------------------------------
 
-    async def operate(self, make: Callable[[int], protocol.ToRank], ranks: list[int] | None = None) -> list[dict[str, Any]]:
-        """Send an operation to ranks (all by default) and wait for every answer.
+    async def operate(
+        self, make: Callable[[int], protocol.ToRank], ranks: list[int] | None = None, *, any_suffices: bool = False
+    ) -> list[dict[str, Any]]:
+        """Send an operation to ranks (all by default) and wait for every answer. Returns those of the ranks that did it.
 
         Raises:
-            BadRequest: a rank refused it. Unavailable: a rank did not answer.
+            BadRequest: a rank refused it, or with `any_suffices` every rank did. Unavailable: a rank did not answer.
         """
         self.check_available()
         waiting = []
@@ -207,10 +209,10 @@ class RankPool:
         finally:
             for number, _ in waiting:
                 self._operations.pop(number, None)
-        for reply in replies:
-            if reply.error:
-                raise BadRequest(None, reply.error)
-        return [reply.result for reply in replies]
+        refused = [reply.error for reply in replies if reply.error]
+        if refused and not (any_suffices and len(refused) < len(replies)):
+            raise BadRequest(None, refused[0])
+        return [reply.result for reply in replies if not reply.error]
 
     def send_fault(self, kind: str, ranks: list[int] | None) -> None:
         """A fault after which no answer comes."""

@@ -1,9 +1,10 @@
 """Which rank gets a request: where its conversation's prefix lies, unless that rank is too busy. Pure: no clock, no I/O.
 
 Two kinds of knowledge, both bounded and least-recently-used first out:
-explicit keys (session headers and fields) -> rank, and content keys, hashes of token prefixes at block boundaries and at the ends of requests.
-An end that matches says "this continues that very conversation" and is decisive. A match of whole blocks only may be the system prompt that
-every agent of a fleet shares, so it never decides; it only counts as the saving of the rank that the other rules chose.
+explicit keys (session headers and fields) -> rank, and content keys, hashes of token prefixes at block boundaries and at the ends
+of requests. An end that matches says "this continues that very conversation" and is decisive. A match of whole blocks only
+may be the system prompt that every agent of a fleet shares, so it never decides; it only counts as the saving of the rank
+that the other rules chose.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Router:
         return len(self._sessions) + len(self._ends)
 
     def route(self, session: str | None, keys: PromptKeys, loads: Sequence[RankLoad], tie: str = "") -> Decision:
-        """Choose among `loads` (not empty, alive ranks only) and remember the choice. `tie` orders equal ranks for requests without a session."""
+        """Choose among `loads` (not empty, alive ranks only) and remember the choice. `tie` orders equal ranks without a session."""
         by_rank = {load.rank: load for load in loads}
         if self.policy == "least-loaded":
             best = min(loads, key=lambda load: (load.queued_tokens, load.running, load.rank))
@@ -110,10 +111,10 @@ class Router:
             self.counts.load_total += 1
             return Decision(best.rank, "load", self.known_tokens(keys, best.rank))
         saved = self.known_tokens(keys, affine)
-        if by_rank[affine].queued_tokens - best.queued_tokens > saved - self.known_tokens(keys, best.rank):
-            if best.rank != affine:
-                self.counts.moved_total += 1
-                return Decision(best.rank, "moved", self.known_tokens(keys, best.rank))
+        saved_there = self.known_tokens(keys, best.rank)
+        if best.rank != affine and by_rank[affine].queued_tokens - best.queued_tokens > saved - saved_there:
+            self.counts.moved_total += 1
+            return Decision(best.rank, "moved", saved_there)
         if reason == "session":
             self.counts.affine_total += 1
         else:
@@ -130,7 +131,7 @@ class Router:
         return known
 
     def finished(self, token_ids: Sequence[int], prompt_len: int, rank: int) -> None:
-        """A request ended well: its whole sequence, and its prompt without the generation header, are ends that the next turn may continue."""
+        """A request ended well: its sequence, and its prompt without the generation header, are ends that the next turn may continue."""
         if self.policy == "least-loaded":
             return
         keys = prompt_keys(token_ids)

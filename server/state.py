@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -176,10 +177,8 @@ def clean_leftovers(directory: Path) -> list[ProcessRecord]:
 
 
 def _kill_group(record: ProcessRecord) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it may have ended between the check and the signal
         os.killpg(record.group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it ended between the check and the signal
 
 
 def remove_boot_dir(path: Path) -> None:

@@ -58,13 +58,14 @@ def added(left: Record, right: Record) -> Record:
     return result
 
 
-def counters_only(record: Record) -> Record:
-    """The record of a rank that is gone: its counters stay, its gauges are zero."""
+def counters_only(record: Record, counting: bool = False) -> Record:
+    """The record of a rank that is gone: its counters stay, its gauges are zero. All leaves of a `*_total` dict are counters."""
     result: Record = {}
     for key, value in record.items():
+        is_counter = counting or key.endswith("_total")
         if isinstance(value, dict):
             # The capacity `kv.tokens_total` is a gauge in spite of its name.
-            result[key] = dict.fromkeys(value, 0) if key == "kv" else counters_only(value)
+            result[key] = dict.fromkeys(value, 0) if key == "kv" else counters_only(value, is_counter)
         else:
-            result[key] = value if key.endswith("_total") else 0
+            result[key] = value if is_counter else 0
     return result

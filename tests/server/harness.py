@@ -93,11 +93,18 @@ def start_fake(dp: int = 1, **server: Any) -> FakeServer:
     options = {"port": 0, "debug_faults": True, "rank_header": True, "render_route": True, **server}
     try:
         state = launcher.start(
-            EngineConfig(model=str(model), dp=dp), HiCacheConfig(size_gb=0), ServerConfig(**options), name=NAME, state_dir=base,
-            runtime_dir=base / "run", on_event=events.append, ready_timeout_s=8, engine_factory=FACTORY,
+            EngineConfig(model=str(model), dp=dp),
+            HiCacheConfig(size_gb=0),
+            ServerConfig(**options),
+            name=NAME,
+            state_dir=base,
+            runtime_dir=base / "run",
+            on_event=events.append,
+            ready_timeout_s=40,
+            engine_factory=FACTORY,
         )
     except BaseException:
-        if not os.environ.get("KEEP"): shutil.rmtree(base, ignore_errors=True)
+        shutil.rmtree(base, ignore_errors=True)
         raise
     fake = FakeServer(base, state, Tokenizer.from_dir(model), events)
     fake.script()
