@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import Any
@@ -278,8 +279,10 @@ def test_raw_parser_shows_every_spelling() -> None:
 
 
 ALPHABET = [
-    "a", "\n", "\n\n", "<", "</", '"', '">', "é", "🌊", "<think>", "</think>", "｜DSML｜", "｜", "<｜DSML｜ calls>", CLOSE, INVOKE, END, "</｜DSML｜ invoke>",
-    '<｜DSML｜ invoke name="', '<｜DSML｜ parameter name="', '" string=', '"true">', '"false">', "</｜DSML｜ parameter>", "{", "1", " calls>", "stop", "st",
+    "a", "\n", "\n\n", "<", "</", '"', '">', "é", "🌊", "<think>", "</think>", "｜DSML｜", "｜", "<｜DSML｜ calls>",
+    CLOSE, INVOKE, END, "</｜DSML｜ invoke>",
+    '<｜DSML｜ invoke name="', '<｜DSML｜ parameter name="', '" string=',
+    '"true">', '"false">', "</｜DSML｜ parameter>", "{", "1", " calls>", "stop", "st",
 ]  # fmt: skip
 PIECES = st.lists(st.sampled_from(ALPHABET), max_size=30)
 
@@ -292,7 +295,7 @@ def check_streamed_equals_whole(parts: list[str], seed: int, start: ParseStart, 
     thinking = start is ParseStart.REASONING
     rng = random.Random(seed)
     cuts = sorted({0, len(text), *(rng.randint(0, len(text)) for _ in range(rng.randint(0, 8)))})
-    pieces = [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
     expected = parse_text(whole, [text], thinking, reason)
     actual = parse_text(streamed, pieces, thinking, reason)
     assert actual.message == expected.message
