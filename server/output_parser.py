@@ -5,20 +5,20 @@ Control tokens are recognised by id and everything else by text. Model output is
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
 from engine.request import FinishReason
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from server.call_writer import CallWriter, ParseCounts
 from server.dialect import DSML, THINK_END, THINK_START, Dialect
 from server.rendering import ParseStart
 from server.scanner import Markers, Scanner
 from server.stop_stage import StopStage
+from server.token_ledger import TokenLedger
 
 
 class DeltaKind(StrEnum):
@@ -51,16 +51,6 @@ class _Draft:
     call_id: str
     pieces: list[str]
     tokens: list[int]
-
-
-@dataclass(slots=True)
-class ParseCounts:
-    """What went wrong in the output, for the metrics."""
-
-    malformed_calls: int = 0
-    undeclared_calls: int = 0
-    invalid_json_values: int = 0
-    duplicate_parameters: int = 0
 
 
 class _State(Enum):
@@ -120,19 +110,15 @@ class OutputParser:
         self._ended = False
         # Of one call and one parameter
         self._num_calls = 0
-        self._parameters: set[str] = set()
+        self._writer = CallWriter(self.counts)
         self._name = ""
         self._held: list[str] = []
         self._type = ""
-        # Token bookkeeping: (offset of the first character, index, whether it is a control)
         self._detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
         self._control_of = {} if tokenizer is None else {tokenizer.token_id(s): char for s, char in dialect.controls.items()}
         self._eos = None if tokenizer is None else tokenizer.token_id(dialect.eos)
-        self._waiting: deque[tuple[int, int, bool]] = deque()
-        self._num_tokens = 0
-        self._claimed = 0
+        self._tokens = TokenLedger()
         self._reasoning_tokens: int | None = None if self._state is _State.REASONING else 0
-        # Text bookkeeping
         self._spellings = Markers(*dialect.controls)
         self._text = Scanner()
 
@@ -167,7 +153,7 @@ class OutputParser:
     @property
     def reasoning_tokens(self) -> int:
         """Generated tokens before the end of the reasoning; all of them while it lasts."""
-        return self._num_tokens if self._reasoning_tokens is None else self._reasoning_tokens
+        return self._tokens.num_tokens if self._reasoning_tokens is None else self._reasoning_tokens
 
     @property
     def section(self) -> DeltaKind | None:
@@ -190,10 +176,9 @@ class OutputParser:
                 parts.append(piece)
                 offset += len(piece)
                 piece = control or ""
-            self._waiting.append((offset, self._num_tokens, is_control))
+            self._tokens.add(offset, is_control)
             parts.append(piece)
             offset += len(piece)
-            self._num_tokens += 1
             self._ended = token_id == self._eos
         self._parse("".join(parts))
         return self._take()
@@ -236,7 +221,7 @@ class OutputParser:
             self._emit(DeltaKind.CONTENT, rest_offset, rest)
             self._flush_stop()
         elif self._state is _State.STRING_VALUE:
-            self._argue(_escape(rest))
+            self._argue(CallWriter.string_piece(rest))
         if self._state is _State.CALL and reason is FinishReason.STOP:
             self._close_call()
         elif reason is FinishReason.STOP and self.section is None and self._state is not _State.BLOCK:
@@ -263,7 +248,7 @@ class OutputParser:
             if marker and not self._finished():
                 self._open(marker)
         elif self._state is _State.STRING_VALUE:
-            self._argue(_escape(self._dialect.spell(text)) + ('"' if marker else ""))
+            self._argue(CallWriter.string_piece(self._dialect.spell(text)) + ('"' if marker else ""))
             if marker:
                 self._state = _State.CALL
         elif self._state in (_State.BLOCK, _State.CALL):
@@ -272,8 +257,8 @@ class OutputParser:
             self._hold(text, marker)
 
     def _end_reasoning(self, offset: int, marker: str) -> None:
-        self._claim(offset)
-        self._reasoning_tokens = self._claimed
+        self._tokens.claim(offset)
+        self._reasoning_tokens = self._tokens.num_claimed
         self._state = _State.CONTENT
         if marker != THINK_END:
             self._open(marker)
@@ -313,37 +298,22 @@ class OutputParser:
             self._type = held
             self._state = _State.HELD_VALUE
             if held == '"true':
-                self._argue(self._key() + '"')
+                self._argue(self._writer.string_start(self._name))
                 self._state = _State.STRING_VALUE
         else:
-            self._argue(self._key() + self._json_value(held))
+            self._argue(self._writer.value(self._name, held, self._type))
             self._state = _State.CALL
-
-    def _json_value(self, text: str) -> str:
-        """The value as generated when it is JSON, else as a JSON string, so that the arguments stay readable."""
-        if _is_json(text):
-            return text
-        if self._type == '"false':
-            self.counts.invalid_json_values += 1
-        return json.dumps(text, ensure_ascii=False)
-
-    def _key(self) -> str:
-        lead = ", " if self._parameters else "{"
-        if self._name in self._parameters:
-            self.counts.duplicate_parameters += 1
-        self._parameters.add(self._name)
-        return f"{lead}{json.dumps(self._name, ensure_ascii=False)}: "
 
     def _start_call(self, name: str) -> None:
         if name not in self._tool_names:
             self.counts.undeclared_calls += 1
         self._out.append(_Draft(DeltaKind.TOOL_START, self._num_calls, self._new_id(), [name], []))
         self._num_calls += 1
-        self._parameters = set()
+        self._writer = CallWriter(self.counts)
         self._state = _State.CALL
 
     def _close_call(self) -> None:
-        self._argue("}" if self._parameters else "{}")
+        self._argue(self._writer.close())
         self.complete_calls += 1
         self._state = _State.DONE if self._one_call else _State.BLOCK
 
@@ -353,7 +323,7 @@ class OutputParser:
     def _emit(self, kind: DeltaKind, offset: int, text: str) -> None:
         """Show a run of text that begins at `offset`. Think tokens vanish, a DSML token shows its spelling."""
         for part in _CONTROL_CHARS.split(text) if not text.isascii() else [text]:
-            tokens = [(max(start - offset, 0), index) for start, index in self._claim(offset + len(part))]
+            tokens = [(max(start - offset, 0), index) for start, index in self._tokens.claim(offset + len(part))]
             offset += len(part)
             shown = "" if part in (THINK_START, THINK_END) and not self._raw else self._dialect.spell(part)
             if kind is DeltaKind.CONTENT:
@@ -366,16 +336,6 @@ class OutputParser:
 
     def _flush_stop(self) -> None:
         self._add(DeltaKind.CONTENT, *self._stop.flush())
-
-    def _claim(self, end: int) -> list[tuple[int, int]]:
-        """(offset, index) of the tokens that begin before `end` and were not claimed yet, controls left out."""
-        claimed = []
-        while self._waiting and self._waiting[0][0] < end:
-            start, index, is_control = self._waiting.popleft()
-            self._claimed += 1
-            if not is_control:
-                claimed.append((start, index))
-        return claimed
 
     def _add(self, kind: DeltaKind, text: str, tokens: list[int], call_index: int = 0) -> None:
         if not text:
@@ -390,28 +350,6 @@ class OutputParser:
     def _take(self) -> list[Delta]:
         # Tokens of tags and calls are behind us; nobody asks for them any more.
         if self.section is None:
-            self._claim(self._scanner.offset)
+            self._tokens.claim(self._scanner.offset)
         drafts, self._out = self._out, []
         return [Delta(d.kind, "".join(d.pieces), d.call_index, d.call_id, tuple(d.tokens)) for d in drafts]
-
-
-def _escape(text: str) -> str:
-    """The inside of a JSON string; pieces can be escaped one by one."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _keep(text: str) -> str:
-    return text
-
-
-def _refuse(text: str) -> str:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _is_json(text: str) -> bool:
-    """Whether a strict reader accepts it. Numbers are not converted: their length has no limit here."""
-    try:
-        json.loads(text, parse_int=_keep, parse_float=_keep, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
