@@ -191,7 +191,7 @@ _LOG2E = 1.4426950408889634
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, c, sel, vis):  # noqa: ANN001, ANN205
+    def forward(ctx, q, k, c, sel, vis):
         rows, heads, dim = q.shape
         q, k = q.contiguous(), k.contiguous()
         c = c.contiguous() if c is not None else None
@@ -207,7 +207,7 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    def backward(ctx, do, dlse):  # noqa: ANN001, ANN205
+    def backward(ctx, do, dlse):
         q, k, c, sel, o, lse = ctx.saved_tensors
         vis, (rows, heads, dim) = ctx.vis, q.shape
         do = do.contiguous()

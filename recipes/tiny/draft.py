@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recipes.tiny import pieces
 from recipes.tiny.attention import NO_KEY
-from recipes.tiny.model import Backbone, Batch, Options
+from recipes.tiny.model import Backbone, Batch, Options, first_mix
 from recipes.tiny.params import Params
 from recipes.tiny.quant import q8
 
@@ -40,6 +40,7 @@ class Draft:
 
     def __init__(self, backbone: Backbone) -> None:
         self.b = backbone
+        self.loads: list[Tensor] = []  # rows per routed expert of each stage in the last forward pass
 
     def forward(self, params: Params, batch: Batch, taps: Tensor, anchors: Tensor, lo: Tensor, options: Options) -> Drafted:
         """Draft behind rows `anchors` [M] int64; token ids[p + 1] is known. lo: [M] first main key's row of each anchor."""
@@ -54,8 +55,8 @@ class Draft:
         rope = self.b.rotary.at(0, positions.flatten())
         main_rope = self.b.rotary.at(0, torch.arange(len(batch.ids), device=anchors.device) - batch.start)
         h = F.embedding(ids.flatten(), params["embed.weight"]).to(options.dtype)[:, None].expand(-1, s.streams, -1).contiguous()
-        pre = torch.zeros(h.shape[0], s.streams, device=h.device)
-        pre[:, 0] = 1.0
+        pre = first_mix(h)
+        self.loads = []
         for stage in range(s.draft_stages):
             p = f"mtp.{stage}."
             keys = pieces.rope(
@@ -86,7 +87,8 @@ class Draft:
         h = fn.attention_out(o, lse, w[p + "attn.attn_sink"], *rope, wo_a, w[p + "attn.wo_b.weight"], h, a_post, a_comb)
         f_pre, f_post, f_comb = self._mixes(w, p + "hc_ffn", h)
         names = ("ffn_norm.weight", "ffn.gate.weight", "ffn.gate.bias", "ffn.w1", "ffn.w3", "ffn.w2")
-        h, _ = fn.moe(h, a_pre, *(w[p + n] for n in names), f_post, f_comb, s.draft_top_k, s.routed_scale, s.swiglu_limit)
+        h, load = fn.moe(h, a_pre, *(w[p + n] for n in names), f_post, f_comb, s.draft_top_k, s.routed_scale, s.swiglu_limit)
+        self.loads.append(load)
         return h, f_pre
 
     def markov(self, params: Params, previous: Tensor) -> Tensor:

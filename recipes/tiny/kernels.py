@@ -65,7 +65,7 @@ _ROWS = 64
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, iters, eps):  # noqa: ANN001, ANN205
+    def forward(ctx, x, iters, eps):
         x = x.contiguous()
         y = torch.empty_like(x)
         _sinkhorn_forward[(triton.cdiv(x.shape[0], _ROWS),)](x, y, x.shape[0], eps, iters, x.shape[1], _ROWS, num_warps=2)
@@ -74,7 +74,7 @@ class _Sinkhorn(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):  # noqa: ANN001, ANN205
+    def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
         scratch = torch.empty(2 * ctx.iters - 1, *x.shape, dtype=x.dtype, device=x.device)

@@ -71,6 +71,13 @@ class Result:
     streams: list[Tensor] = field(default_factory=list)
 
 
+def first_mix(h: Tensor) -> Tensor:
+    """One-hot on stream 0, [N, n] f32. It asks for a gradient so that the first layer runs the same compiled function as the others."""
+    pre = torch.zeros(h.shape[0], h.shape[1], device=h.device)
+    pre[:, 0] = 1.0
+    return pre.requires_grad_(torch.is_grad_enabled())
+
+
 class Rotary:
     """cos and sin of both rotary bases for every position, [P, R/2] f32."""
 
@@ -145,8 +152,7 @@ class Backbone:
         """Run all backbone layers."""
         s = self.shape
         h = F.embedding(batch.ids, params["embed.weight"]).to(options.dtype)[:, None].expand(-1, s.streams, -1).contiguous()
-        pre = torch.zeros(h.shape[0], s.streams, device=h.device)
-        pre[:, 0] = 1.0
+        pre = first_mix(h)
         taps: list[Tensor] = []
         result = Result(h, h, [])
         run = _Run(self, params, batch, options, result)
@@ -154,8 +160,8 @@ class Backbone:
             p = f"layers.{layer}."
             if layer in s.engram_layers:
                 rows = self.engram_rows(batch, s.engram_layers.index(layer))
-                names = ("embed.weight", "wkv.weight", "q_weight", "k_weight")
-                h = self.fn.engram(h, rows, *(params[f"{p}engram.{name}"] for name in names))
+                found = F.embedding(rows, params[p + "engram.embed.weight"])
+                h = self.fn.engram(h, found, *(params[f"{p}engram.{name}"] for name in ("wkv.weight", "q_weight", "k_weight")))
             if layer in s.targets:
                 taps.append(h.float().mean(1).to(h.dtype))
             h, pre = run.layer(layer, h, pre)

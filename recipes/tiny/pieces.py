@@ -137,10 +137,10 @@ def moe(
     return expand(y, h, post, comb), chosen.float().sum(0)
 
 
-def engram(h: Tensor, rows: Tensor, table: Tensor, wkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
-    """Add the gated n-gram memory to every stream. rows [N, columns] int64 into table [R, d]."""
+def engram(h: Tensor, found: Tensor, wkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+    """Add the gated n-gram memory to every stream. found [N, columns, d]: the table's rows."""
     n, width = h.shape[1], h.shape[2]
-    kv = linear(F.embedding(rows, table).flatten(1).to(h.dtype), wkv).float()
+    kv = linear(found.flatten(1).to(h.dtype), wkv).float()
     key, value = kv[:, : n * width].unflatten(-1, (n, width)), kv[:, n * width :]
     f = h.float()
     dot = (f * q_weight * k_weight * key).sum(-1)

@@ -28,9 +28,7 @@ def visibility(lengths: list[int], ratio: int, window: int, device: str) -> Visi
     if not ratio:
         return Visibility(lo.to(device), window)
     hi = starts // ratio + (rows - starts + 1) // ratio
-    return Visibility(
-        lo.to(device), window, (starts // ratio).int().to(device), hi.int().to(device), ends[::ratio].int().to(device), ratio
-    )
+    return Visibility(lo.to(device), window, (starts // ratio).int().to(device), hi.int().to(device), ends[::ratio].int().to(device), ratio)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
@@ -60,7 +58,9 @@ def check_attention(dtype: torch.dtype, device: str, small: bool) -> dict[str, f
         runs = []
         for fn in (attention, attention_reference):
 
-            def call(q: Tensor, k: Tensor, c: Tensor | None = None, fn: Callable = fn, vis: Visibility = vis, sel: Tensor | None = sel) -> tuple:
+            def call(
+                q: Tensor, k: Tensor, c: Tensor | None = None, fn: Callable = fn, vis: Visibility = vis, sel: Tensor | None = sel
+            ) -> tuple:
                 o, lse = fn(q, k, c, sel, vis)
                 return o, torch.where(lse > -1e29, lse, 0.0)
 
