@@ -11,6 +11,8 @@ class Markers:
     def __init__(self, *markers: str) -> None:
         self.markers = tuple(sorted(markers, key=len, reverse=True))
         self._pattern = re.compile("|".join(re.escape(marker) for marker in self.markers)) if markers else None
+        self._prefixes = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
+        self._starts = frozenset(marker[0] for marker in markers)
         self._longest = max(map(len, markers), default=0)
 
     def find(self, text: str, start: int) -> tuple[int, str] | None:
@@ -20,10 +22,9 @@ class Markers:
 
     def overlap(self, text: str, start: int) -> int:
         """Length of the longest end of `text[start:]` that could still grow into a marker."""
-        for length in range(min(len(text) - start, self._longest - 1), 0, -1):
-            end = text[len(text) - length :]
-            if any(marker.startswith(end) for marker in self.markers):
-                return length
+        for at in range(max(start, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._starts and text[at:] in self._prefixes:
+                return len(text) - at
         return 0
 
 
