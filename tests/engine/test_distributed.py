@@ -1,6 +1,7 @@
 """Real processes over gloo: agreement, a dead peer, a hung one, one that never comes."""
 
 import json
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,11 +18,14 @@ from engine.process_env import prepare_process
 prepare_process(1)
 from engine.distributed import GlooGroup, GroupError
 rank, size, where, timeout_s = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-group = GlooGroup(rank, size, init_file=where, timeout_s=timeout_s)
+place = {"port": int(where)} if where.isdigit() else {"init_file": where}
+group = GlooGroup(rank, size, timeout_s=timeout_s, **place)
 """
 
 
-def start_ranks(body: str, size: int, where: Path, timeout_s: float = 20.0, ranks: list[int] | None = None) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    body: str, size: int, where: Path | int, timeout_s: float = 20.0, ranks: list[int] | None = None
+) -> list[subprocess.Popen[str]]:
     code = PROLOGUE + textwrap.dedent(body)
     return [
         subprocess.Popen(
@@ -47,17 +51,24 @@ def outcomes(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
             process.kill()
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def test_a_group_of_one_agrees_with_itself():
     assert SoloGroup().max([3, 0]) == [3, 0]
 
 
-def test_ranks_get_the_element_wise_maximum(tmp_path):
+@pytest.mark.parametrize("by_port", [False, True], ids=["file", "port"])
+def test_ranks_get_the_element_wise_maximum(tmp_path, by_port):
     body = """
     print(json.dumps([group.max([rank, -rank, 2**60 * rank]), group.max([5 - rank])]))
     group.close()
     group.close()
     """
-    for status, out, err in outcomes(start_ranks(body, 2, tmp_path / "meet")):
+    for status, out, err in outcomes(start_ranks(body, 2, _free_port() if by_port else tmp_path / "meet")):
         assert status == 0, err
         assert json.loads(out) == [[1, 0, 2**60], [5]]
 
