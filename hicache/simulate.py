@@ -1,0 +1,159 @@
+"""Replay prompts through index and policy alone: what would this cache hit, and what could any cache hit?
+
+Same decisions as the live cache (it shares every rule), no bytes, no model: a trace of a day takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hicache.host_cache import HostCache
+from hicache.index import NONE, StateReason
+from hicache.keys import KeySpace
+from hicache.policy import chunk_states, prefill_states, restore_cap
+from hicache.reservation import PageReservation, StateReservation
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCache:
+    """The cache to imagine. Sizes as the live one has them; forks and interval as the knobs of the same names."""
+
+    num_frames: int
+    page_tokens: int = 128
+    frames_per_state: int = 13
+    keep_tokens: int = 140
+    min_restore_tokens: int = 128
+    states_per_path: int = 6
+    state_interval_tokens: int = 16384
+    store_tail_state: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TracePrompt:
+    """One prompt of a trace. anchor_tokens: its system and tools part, 0 if unknown."""
+
+    tokens: Sequence[int]
+    anchor_tokens: int = 0
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """Token sums over all prompts. oracle_tokens: unlimited memory and a state at every page."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    oracle_tokens: int = 0
+    evicted_pages: int = 0
+
+    @property
+    def share_of_oracle(self) -> float:
+        return self.hit_tokens / self.oracle_tokens if self.oracle_tokens else 1.0
+
+
+def simulate(prompts: Iterable[TracePrompt], shape: SimulatedCache) -> SimulationResult:
+    """Serve prompts one after the other, each prefill complete before the next begins."""
+    simulator = _Simulator(shape)
+    for prompt in prompts:
+        simulator.serve(prompt)
+    simulator.result.evicted_pages = simulator.cache.evicted_pages
+    return simulator.result
+
+
+class _Simulator:
+    def __init__(self, shape: SimulatedCache) -> None:
+        self.shape = shape
+        interval = shape.state_interval_tokens // shape.page_tokens * shape.page_tokens
+        self.interval = interval
+        self.cache = HostCache(shape.num_frames, shape.page_tokens, shape.frames_per_state, state_interval=interval)
+        self.keys = KeySpace("simulation", "", shape.page_tokens)
+        self.seen: set[bytes] = set()
+        self.result = SimulationResult()
+
+    def serve(self, prompt: TracePrompt) -> None:
+        """Look up, count, and store what the prefill leaves behind."""
+        shape, index, num_tokens = self.shape, self.cache.index, len(prompt.tokens)
+        keys = self.keys.page_keys(prompt.tokens)
+        path = index.match(keys)
+        index.pin(path)
+        state, _ = self.cache.restore_point(path, num_tokens, shape.keep_tokens, shape.min_restore_tokens)
+        restored = index.position[state] if state != NONE else 0
+        if state != NONE:
+            index.touch_state(state)
+        self._count(keys, num_tokens, restored)
+        matched = len(path) * shape.page_tokens
+        wanted = chunk_states(restored, matched, num_tokens, prompt.anchor_tokens, self.interval, shape.keep_tokens, shape.page_tokens)
+        for end in [*sorted(wanted), num_tokens]:
+            self._store_pages(path, keys[: end // shape.page_tokens], prompt.tokens)
+            if end in wanted:
+                self._store_state(path, end, wanted[end])
+        for position, reason in prefill_states(num_tokens, shape.keep_tokens, shape.page_tokens):
+            if reason is StateReason.RESEND or shape.store_tail_state:
+                self._store_state(path, position, reason)
+        self.cache.unpin(path)
+
+    def _count(self, keys: list[bytes], num_tokens: int, restored: int) -> None:
+        shared = next((i for i, key in enumerate(keys) if key not in self.seen), len(keys)) * self.shape.page_tokens
+        cap = restore_cap(num_tokens, self.shape.keep_tokens, self.shape.page_tokens)
+        self.seen.update(keys)
+        result = self.result
+        result.requests += 1
+        result.prompt_tokens += num_tokens
+        result.hit_tokens += restored
+        result.oracle_tokens += min(shared, cap)
+
+    def _store_pages(self, path: list[int], keys: list[bytes], tokens: Sequence[int]) -> None:
+        first = len(path)
+        with PageReservation(self.cache, max(0, len(keys) - first)) as reservation:
+            until = first + len(reservation.frames)
+            path += reservation.commit(path[-1] if path else NONE, keys[first:until], first, tokens)
+
+    def _store_state(self, path: list[int], position: int, reason: StateReason) -> None:
+        path = path[: position // self.shape.page_tokens]
+        if len(path) * self.shape.page_tokens < position:
+            return
+        existing = self.cache.index.state_of[path[-1]]
+        if existing != NONE:
+            self.cache.index.reason[existing] = min(self.cache.index.reason[existing], reason)
+            self.cache.index.touch_state(existing)
+            return
+        if reason in (StateReason.FORK, StateReason.ASKED):
+            self.cache.limit_forks(path, self.shape.states_per_path)
+        with StateReservation(self.cache, path, evict=reason is not StateReason.TAIL) as reservation:
+            if reservation.frames:
+                reservation.commit(reason)
+
+
+def trace_prompts(document: Mapping[str, Any]) -> Iterator[TracePrompt]:
+    """The prompts of one recorded session in order of time: blocks become tokens that are equal exactly where ids are equal.
+
+    document: a session with `id`, `block_size`, `tool_tokens`, `system_tokens` and `requests` (helpers nest their own). Text beyond the
+    listed blocks is fresh in every request.
+    """
+    anchor = int(document.get("tool_tokens", 0)) + int(document.get("system_tokens", 0))
+    scope = "" if document.get("hash_id_scope") == "global" else str(document["id"])
+    size = int(document["block_size"])
+    for number, request in enumerate(sorted(_flatten(document["requests"]), key=lambda r: float(r["t"]))):
+        length = int(request["in"])
+        tokens: list[int] = []
+        for block in request["hash_ids"]:
+            tokens += _block_tokens(f"{scope}/{block}", size)
+        rest = length - len(tokens)
+        tokens += _block_tokens(f"{scope}#{number}", rest) if rest > 0 else []
+        yield TracePrompt(tokens[:length], anchor)
+
+
+def _flatten(requests: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for request in requests:
+        if "requests" in request:
+            yield from _flatten(request["requests"])
+        else:
+            yield request
+
+
+def _block_tokens(name: str, count: int) -> list[int]:
+    first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "little") << 7
+    return [(first + i) & 0xFFFFFFFF for i in range(count)]
