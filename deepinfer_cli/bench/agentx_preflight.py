@@ -35,10 +35,9 @@ class PreflightFailed(DixError):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One streamed answer: what was counted, and what the headers said."""
+    """One streamed answer: what was counted, what the headers said, and which model says that it answered."""
 
     usage: Mapping[str, Any]
-    chunks: int
     rank: str | None
     model: str
 
@@ -64,6 +63,7 @@ class Preflight:
     has_metrics: bool = False
     can_reset: bool = False
     caches: bool | None = None
+    answering_model: str = ""
     notes: list[str] = field(default_factory=list)
 
 
@@ -130,20 +130,20 @@ def probe(wire: httpx.Client, model: str, messages: list[dict[str, str]]) -> Pro
     """One streamed request as the harness sends them. Raises: ServerUnreachable, PreflightFailed."""
     body = {"model": model, "messages": messages, "stream": True, "max_completion_tokens": PROBE_TOKENS, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
-    state, chunks = StreamState(), 0
+    state, answering = StreamState(), ""
     try:
         with wire.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code >= 400:
                 raise refusal(response)
             for line in response.iter_lines():
-                chunk = state.push(line)
-                chunks += chunk is not None and chunk.carries_output
+                if state.push(line) is not None and not answering:
+                    answering = str(json.loads(line.removeprefix("data:")).get("model") or "")
             rank = response.headers.get("x-deepinfer-rank")
     except StreamError as error:
         raise PreflightFailed(f"the first answer broke off: {error}", hint="dix logs") from error
     except httpx.HTTPError as error:
         raise unreachable(str(wire.base_url), error) from error
-    return Probe(state.usage, chunks, rank, model)
+    return Probe(state.usage, rank, answering)
 
 
 def _check_answer(found: Preflight, first: Probe) -> None:
@@ -155,6 +155,9 @@ def _check_answer(found: Preflight, first: Probe) -> None:
     if counted != PROBE_TOKENS:
         hint = "the server must honour ignore_eos and max_completion_tokens"
         raise PreflightFailed(f"asked for {PROBE_TOKENS} tokens with ignore_eos, got {counted}", hint=hint)
+    if first.model not in ("", found.model):
+        raise PreflightFailed(f"asked for {found.model!r}, {first.model!r} answered", hint="dix status shows which model is served")
+    found.answering_model = first.model
     if first.cached is None:
         found.notes.append("the server reports no cached tokens: no client-side hit rate")
     if found.ours and first.rank is None:

@@ -181,6 +181,7 @@ class AgentxRun:
                 interrupted=ending.interrupted,
                 clock_step_s=self._clock.step_s,
                 client_cpu=self._cpu.share,
+                answering_model=self._found.answering_model,
                 server_restarts=restarts(before, after),
                 server_errors=errors_between(before, after),
                 our_server=self._found.ours,

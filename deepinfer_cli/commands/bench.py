@@ -98,6 +98,7 @@ def _list(call: Invocation) -> int:
 run = command(_run)
 list_ = command(_list)
 TABLE = {
+    "agentx": Lazy("deepinfer_cli.commands.bench_agentx:agentx", "Replay recorded coding-agent sessions and keep the run."),
     "run": Lazy("deepinfer_cli.commands.bench:run", "Run a recipe against a server and keep the run."),
     "list": Lazy("deepinfer_cli.commands.bench:list_", "List the recipes."),
 }

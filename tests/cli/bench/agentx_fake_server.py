@@ -36,6 +36,10 @@ class Faults:
     close_after: int = 0
     count_lies: int = 0
     warm: bool = False
+    probe_half: bool = False
+    refuse_roles: bool = False
+    answers_as: str = ""
+    context: int = 131072
 
 
 @dataclass(slots=True)
@@ -114,10 +118,10 @@ class FakeServer:
             return await self._plain(writer, 200, {})
         if path == "/tokenize":
             count = len(self._encode(json.loads(body))) + self.faults.count_lies
-            return await self._plain(writer, 200, {"count": count, "max_model_len": 131072})
+            return await self._plain(writer, 200, {"count": count, "max_model_len": self.faults.context})
         if path == "/v1/models":
             return await self._plain(
-                writer, 200, {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": 131072}]}
+                writer, 200, {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": self.faults.context}]}
             )
         if path == "/metrics":
             return await self._plain(writer, 200, self._prometheus())
@@ -161,6 +165,9 @@ class FakeServer:
         if self.faults.close_after and number > self.faults.close_after and self.server is not None:
             self.server.close()
             return False
+        roles = [message["role"] for message in body["messages"]]
+        if self.faults.refuse_roles and ("assistant", "assistant") in itertools.pairwise(roles):
+            return await self._plain(writer, 400, {"error": {"message": "roles must alternate"}})
         if fault.hits("status_500_every"):
             return await self._plain(writer, 500, {"error": {"message": "injected failure", "type": "internal"}})
         if fault.hits("overflow_every"):
@@ -190,7 +197,7 @@ class FakeServer:
             f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-DeepInfer-Rank: {place}\r\nConnection: close\r\n\r\n".encode()
         )
         running = bool((body.get("stream_options") or {}).get("continuous_usage_stats"))
-        total = max(1, wanted // 2) if fault.hits("half_every") else wanted
+        total = max(1, wanted // 2) if fault.hits("half_every") or self.faults.probe_half else wanted
         self._event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
         for done in range(0, total, self.faults.chunk_tokens):
             if done >= total // 2 and await self._break(writer, fault):
@@ -229,7 +236,9 @@ class FakeServer:
     def _event(self, writer: asyncio.StreamWriter, chunk: dict[str, Any]) -> None:
         writer.write(
             b"data: "
-            + json.dumps({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": self.model} | chunk).encode()
+            + json.dumps(
+                {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": self.faults.answers_as or self.model} | chunk
+            ).encode()
             + b"\n\n"
         )
 

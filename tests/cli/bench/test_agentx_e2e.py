@@ -1,0 +1,71 @@
+"""The real harness against a small server with faults: every one must end in the right reason, whatever the harness says."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from deepinfer_cli.main import main
+from tests.cli.bench.agentx_fake_server import FakeServer, Faults, tokenizer_dir, with_faults
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+def measure(home: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, duration: str = "8s") -> tuple[int, dict[str, Any], Path]:
+    """Exit code, `run.json` and the run's directory of one small run."""
+    monkeypatch.setenv("DIX_HOME", str(home))
+    monkeypatch.chdir(home)
+    with FakeServer(faults) as server:
+        arguments = ["--url", server.url, "--tokenizer", str(tokenizer_dir(home / "tok")), "--traces", "bundled", "--concurrency", "3"]
+        code = main(["bench", "agentx", *arguments, "--duration", duration, "--warmup-duration", "1s", "--grace", "5s", "-q"])
+    (folder,) = (home / "state" / "runs").iterdir()
+    return code, json.loads((folder / "run.json").read_text()), folder
+
+
+def test_good_server_gives_a_valid_run_with_equal_hit_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+    code, run, folder = measure(tmp_path, monkeypatch, with_faults(), "20s")
+    assert time.monotonic() - began_s < 150
+    assert (code, run["valid"], run["comparable"], run["verdict"]["official"]) == (0, True, False, False)
+    assert run["hit_share"]["client"] == pytest.approx(run["hit_share"]["server"], abs=0.01)
+    assert run["hit_share"]["client"] >= 0.9 * run["ideal_hit_share"]
+    requests = pd.read_parquet(folder / "requests.parquet")
+    assert set(requests["rank"]) == {0, 1}
+    assert requests["requested_tokens"].notna().all()
+    assert not (folder / "scratch").exists()
+    assert any(json.loads(line)["phase"] == "window" for line in (folder / "progress.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        pytest.param(with_faults(status_500_every=3), "failed", id="answers 500"),
+        pytest.param(with_faults(close_after=10), "failed", id="refuses connections"),
+        pytest.param(with_faults(hang_at=8), "hung", id="hangs in the middle"),
+        pytest.param(with_faults(half_every=5), "short_answers", id="half-length answers"),
+        pytest.param(with_faults(bare_error_every=8), "short_answers", id="error without the event line"),
+        pytest.param(with_faults(event_error_every=5), "failed", id="error with the event line"),
+        pytest.param(with_faults(overflow_every=9), "context_overflow", id="context overflows"),
+        pytest.param(with_faults(warm=True), "not_cold", id="warm although cold was asked for"),
+    ],
+)
+def test_faulty_server_ends_invalid_with_its_reason_although_the_harness_ends_with_0(
+    faults: Faults, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, run, _ = measure(tmp_path, monkeypatch, faults)
+    assert (code, run["valid"], run["harness_exit_code"]) == (5, False, 0)
+    assert reason in [found["code"] for found in run["verdict"]["reasons"]]
+
+
+def test_chunks_of_several_tokens_do_not_flatter_tpot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, folder = measure(tmp_path, monkeypatch, with_faults(chunk_tokens=8))
+    requests = pd.read_parquet(folder / "requests.parquet")
+    assert code == 0
+    assert requests["tokens_per_chunk"].median() > 5
+    # The server takes 1 ms a token; the first chunk's tokens come at once.
+    assert 0.8 < requests["tpot_ms"].median() < 2.0
