@@ -129,6 +129,8 @@ class InputBuilder:
         if batch.kind is not StepKind.PREFILL:
             truncation = Truncation()
         span = _Span.of([s.start for s in slices], [s.end for s in slices])
+        for s in slices:
+            assert len(s.block_table) * self._cache.block_size >= s.end, f"{len(s.block_table)} blocks cannot hold {s.end} tokens"
         slots = np.array([s.state_slot for s in slices], dtype=np.int64)
         floor = np.array([s.swa_valid_start for s in slices], dtype=np.int64)
         rect = np.zeros(len(slices), dtype=np.int64)
@@ -202,7 +204,7 @@ class InputBuilder:
         entry, owner = pos[last] // ratio, seq[last]
         per_block, layout = self._cache.block_size // ratio, self._cache.layout
         block = table[owner, entry // per_block]
-        assert not len(block) or block.min() > 0, "a completed entry has no block: the block table is too short"
+        assert not len(block) or block.min() > 0, "a block table names the reserved block 0"
         common = (
             self._tensor(block * layout.kv_stride + entry % per_block),
             self._tensor(block * layout.index_stride + entry % per_block),
