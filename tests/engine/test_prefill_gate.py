@@ -56,6 +56,16 @@ def test_prompt_steps_in_a_row_are_bounded_while_somebody_decodes():
     assert kinds == ("P" * MAX_PROMPT_STREAK + "d" * DECODE_PAUSE) * 3
 
 
+def test_a_decode_step_between_prompt_steps_starts_the_row_anew():
+    gate = PrefillGate(SoloGroup(), 70, 1)
+    wants = [True] * (MAX_PROMPT_STREAK - 1) + [False] + [True] * (MAX_PROMPT_STREAK + 1)
+    passed = []
+    for want in wants:
+        passed.append(gate.vote(unfinished=True, wants=want, decoding=True).prefill)
+        (gate.count_prompt_step if passed[-1] else gate.count_decode_step)()
+    assert passed == [*wants[:-1], False]
+
+
 def test_prompt_steps_in_a_row_are_free_while_nobody_decodes():
     gate = PrefillGate(SoloGroup(), 70, 100)
     for _ in range(3 * MAX_PROMPT_STREAK):

@@ -62,13 +62,13 @@ def test_a_restored_prefix_is_not_computed_again():
 
 def test_a_held_sequence_waits_while_others_pass_and_keeps_its_place():
     cache = RecordingCache()
-    cache.holds = {"b"}
+    cache.holds = {"b", "d"}
     scheduler = make_scheduler(cache=cache)
-    for name in "abc":
+    for name in "abcd":
         scheduler.add(make_sequence(name, 3))
     step, _ = run_step(scheduler)
     assert pieces(step) == [("a", 0, 3), ("c", 0, 3)]
-    assert [seq.request.request_id for seq in scheduler.waiting] == ["b"]
+    assert [seq.request.request_id for seq in scheduler.waiting] == ["b", "d"]
     assert ("abandon",) in cache.calls
     cache.holds = set()
     assert tokens_of(drain(scheduler), "b")
@@ -276,8 +276,8 @@ def test_a_full_pool_preempts_only_when_a_block_is_needed():
     run_step(scheduler)
     assert scheduler.blocks.blocks.num_free == 0
     run_step(scheduler)  # positions 6: still inside block 2
+    run_step(scheduler)  # position 7: the last of block 2
     assert scheduler.counters.preemptions == 0
-    run_step(scheduler)
     run_step(scheduler)  # position 8 needs a third block
     assert scheduler.counters.preemptions == 1
 
@@ -307,7 +307,8 @@ def test_preempted_sequences_give_the_same_tokens():
 
 
 def test_a_preempted_sequence_queues_behind_a_prompt_in_progress():
-    scheduler = make_scheduler(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=4, any_=1, max_model_len=28)
+    # Six usable blocks: "prompt" takes five, and "runner" needs its second while "prompt" is still in progress.
+    scheduler = make_scheduler(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=4, any_=1, max_model_len=28)
     runner, prompt = make_sequence("runner", 4, max_tokens=20, ignore_eos=True), make_sequence("prompt", 20, max_tokens=2)
     scheduler.add(runner)
     _, outputs = run_step(scheduler)
