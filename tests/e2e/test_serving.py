@@ -1,0 +1,118 @@
+"""What a client sees on two ranks of the embedded model."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+PAGE, KEEP = 128, 140
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def text_of(num_words: int, topic: str) -> str:
+    return " ".join(f"{topic} {i} is kept in box {i * 7 % 101}." for i in range(num_words // 8))
+
+
+def test_streamed_chat_gives_the_message_of_the_whole_answer_and_the_same_usage(client: openai.OpenAI) -> None:
+    ask = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Say something about rivers."}],
+        "temperature": 0,
+        "max_tokens": 24,
+        "extra_body": {"thinking": {"type": "disabled"}},
+    }
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def test_later_turns_report_the_cached_tokens_that_the_rule_predicts(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": text_of(500, "parcel")}]
+    states: set[int] = set()
+    for turn in range(3):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            temperature=0,
+            max_tokens=16,
+            extra_body={"thinking": {"type": "disabled"}, "session_id": "predicted"},
+        )
+        prompt = answer.usage.prompt_tokens
+        cap = (prompt - KEEP) // PAGE * PAGE
+        predicted = max((s for s in states if s <= cap), default=0)
+        assert answer.usage.prompt_tokens_details.cached_tokens == predicted, f"turn {turn + 1} of {prompt} tokens"
+        assert turn == 0 or predicted > 0
+        states |= {cap, (prompt - 1) // PAGE * PAGE}
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content},
+            {"role": "user", "content": text_of(200, f"letter {turn}")},
+        ]
+
+
+def test_bypassing_the_cache_reports_zero_and_gives_the_same_tokens(client: openai.OpenAI) -> None:
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": text_of(600, "crate")}], "temperature": 0, "max_tokens": 16}
+    hint = {"session_id": "bypass", "thinking": {"type": "disabled"}}
+    client.chat.completions.create(**ask, extra_body=hint)
+    hit = client.chat.completions.create(**ask, extra_body=hint)
+    cold = client.chat.completions.create(**ask, extra_body={**hint, "prefix_cache": False})
+    assert hit.usage.prompt_tokens_details.cached_tokens > 0
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert hit.choices[0].message.content == cold.choices[0].message.content
+
+
+def test_completions_models_and_health_answer(client: openai.OpenAI, server: Server) -> None:
+    done = client.completions.create(model="tiny", prompt="One two three", max_tokens=4, temperature=0)
+    assert done.usage.completion_tokens == 4
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{server.url}/health").json()["ranks"] == {"ready": 2, "total": 2}
+    assert "vllm:prompt_tokens_total" in httpx.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_json"),
+        (b'{"messages": []}', 400, None),
+        (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "model_not_found"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 9}', 400, "invalid_value"),
+    ],
+)
+def test_bad_requests_get_the_error_shape_and_the_server_lives(server: Server, body: bytes, status: int, code: str | None) -> None:
+    reply = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == status
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert code is None or error["code"] == code
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_prompt_beyond_the_limit_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"32,?768") as refused:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x1 " * 40_000}])
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_every_prompt_token_is_accounted_for_on_exactly_one_rank(client: openai.OpenAI, server: Server) -> None:
+    before = server.metrics()["totals"]["tokens"]
+    used = [
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": text_of(400, "invoice")}], max_tokens=4, extra_body={"session_id": "sum"}
+        ).usage
+        for _ in range(3)
+    ]
+    after = server.metrics()["totals"]["tokens"]
+    assert after["prompt_total"] - before["prompt_total"] == sum(u.prompt_tokens for u in used)
+    assert after["cached_total"] - before["cached_total"] == sum(u.prompt_tokens_details.cached_tokens for u in used)
