@@ -10,28 +10,24 @@ import secrets
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from engine.cache_counters import CacheCounters
-from engine.cache_faults import COPY_FAULTS, FaultyTransfer, flip
+from engine.cache_faults import COPY_FAULTS, flip
 from engine.errors import ConfigError
+from engine.page_mover import BAD_STATE, INTACT, PageMover
+from engine.prefix_plan import Match, Plan, PlanKind
 from engine.request import FinishReason, Sequence
-from hicache.audit import Checksums
 from hicache.config import HiCacheConfig
 from hicache.explain import Explainer
 from hicache.host_cache import HostCache
-from hicache.host_pool import HostArena, Owner, frame_bytes_for
+from hicache.host_pool import Owner
 from hicache.in_flight import InFlightTable, Producer
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.policy import Miss, align_down, chunk_states, prefill_states, restore_cap
 from hicache.reservation import PageReservation, StateReservation
 from hicache.sizing import arena_bytes
-from hicache.transfer import CpuTransfer
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
@@ -39,40 +35,6 @@ if TYPE_CHECKING:
 
 _MAX_KEY_MEMOS = 4096  # waiting sequences whose keys are remembered between planning attempts
 _MIN_ABORT_TOKENS = 4096  # computed tokens that make the state of an aborted prefill worth keeping
-
-
-class PlanKind(StrEnum):
-    """What the scheduler may do with a fresh sequence."""
-
-    HIT = "hit"
-    MISS = "miss"
-    HOLD = "hold"
-
-
-@dataclass(slots=True, eq=False)
-class _Match:
-    """What one sequence found and still pins.
-
-    path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. wanted: positions where
-    a chunk ends and a state is kept, with its reason.
-    """
-
-    seq: Sequence
-    epoch: int
-    keys: list[bytes] = field(default_factory=list)
-    path: list[int] = field(default_factory=list)
-    state: int = NONE
-    wanted: dict[int, StateReason] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The answer to `plan`. restore_tokens: where prefill may start (0 unless HIT). reason: of the state, of the miss, or of the hold."""
-
-    kind: PlanKind
-    restore_tokens: int
-    reason: str
-    match: _Match = field(repr=False)
 
 
 class PrefixCache:
@@ -95,28 +57,15 @@ class PrefixCache:
         num_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._kv, self._keep_tokens, self._clock = config, kv, keep_tokens, clock
+        self._config, self._keep_tokens, self._clock = config, keep_tokens, clock
         self._page_tokens = kv.block_size
-        self._row_bytes = kv.blocks.shape[1]
-        frame_bytes = frame_bytes_for(self._row_bytes)
-        frames_per_state = max(1, -(-kv.state_bytes // frame_bytes))
-        num_bytes = arena_bytes(config, kv.blocks.device.type) if num_bytes is None else num_bytes
-        num_frames = num_bytes // frame_bytes
-        if num_frames < frames_per_state + 1:
-            raise ConfigError(
-                f"hicache.size_gb is {num_bytes / 2**30:.4f} GiB, less than one page and one window state",
-                hint=f"at least {(frames_per_state + 1) * frame_bytes / 2**30:.4f} GiB, or 0 for off",
-            )
+        self.mover = PageMover(config, kv, arena_bytes(config, kv.blocks.device.type) if num_bytes is None else num_bytes)
         self._interval = align_down(config.state_interval_tokens, self._page_tokens)
-        self.arena = HostArena(num_frames, frame_bytes)
-        self.cache = HostCache(num_frames, self._page_tokens, frames_per_state, config.state_slots, self._interval)
+        num_frames = self.mover.arena.num_frames
+        self.cache = HostCache(num_frames, self._page_tokens, self.mover.frames_per_state, config.state_slots, self._interval)
         self._keys = KeySpace(fingerprint, kv.format_id, self._page_tokens, secret=secrets.token_bytes(32))
-        self._transfer = FaultyTransfer(CpuTransfer(self.arena))
-        self._staging = torch.empty(frames_per_state, frame_bytes, dtype=torch.uint8, device=kv.blocks.device)
-        self._state_view = self._staging.view(-1)[: kv.state_bytes]
-        self._checksums = Checksums(config.audit, self.arena, self._row_bytes)
-        self._planned: dict[int, _Match] = {}
-        self._active: dict[int, _Match] = {}
+        self._planned: dict[int, Match] = {}
+        self._active: dict[int, Match] = {}
         self._in_flight = InFlightTable(clock)
         self._held_since: dict[int, float] = {}
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
@@ -128,7 +77,7 @@ class PrefixCache:
     def plan(self, seq: Sequence) -> Plan:
         """Find the deepest usable state of a sequence without blocks, and pin what it needs until `restore` or `abandon`."""
         self._release(self._planned.pop(seq.seq_id, None))
-        match = _Match(seq, self._keys.epoch)
+        match = Match(seq, self._keys.epoch)
         self._planned[seq.seq_id] = match
         index, request = self.cache.index, seq.request
         if request.cache_read or request.cache_write:
@@ -158,7 +107,7 @@ class PrefixCache:
         self._memos[seq.seq_id] = (seq.prefill_len, self._keys.epoch, keys)
         return keys
 
-    def _holds(self, seq: Sequence, match: _Match, tokens: int) -> bool:
+    def _holds(self, seq: Sequence, match: Match, tokens: int) -> bool:
         """Whether waiting for a prefill in progress saves at least `herd_min_tokens` over resuming at `tokens` now.
 
         Asks the producer for a state where the two prompts part, if it has not passed that point: without one its pages are useless.
@@ -201,12 +150,10 @@ class PrefixCache:
         assert match is plan.match, f"sequence {seq.seq_id} is restored with a plan that is not its latest"
         began = time.perf_counter()
         tokens, reason = plan.restore_tokens, plan.reason
-        if tokens and not self._intact(match, tokens):
-            tokens, reason = 0, Miss.AUDIT
         if tokens:
-            self._check_identity(seq, match.path[tokens // self._page_tokens - 1])
-            self._copy_in(seq, match, tokens)
-            self.counters.restored(tokens // self._page_tokens * self._row_bytes + self._kv.state_bytes, time.perf_counter() - began)
+            tokens = self._copy_in(seq, match, tokens)
+            reason = reason if tokens else Miss.AUDIT
+            self.counters.restored(tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes, time.perf_counter() - began)
         self._unpin_state(match)
         self.counters.admitted(seq, tokens, reason)
         if seq.seq_id in self._held_since:
@@ -219,23 +166,19 @@ class PrefixCache:
         else:
             self._release(match)
 
-    def _copy_in(self, seq: Sequence, match: _Match, tokens: int) -> None:
-        num_pages = tokens // self._page_tokens
-        self._transfer.copy_in(match.path[:num_pages], self._kv.blocks, seq.block_table[:num_pages])
-        frames = self.cache.index.state_frames(match.state)
-        self._transfer.copy_in(frames, self._staging, range(len(frames)))
-        self._kv.load_window(seq.state_slot, tokens, self._state_view)
-
-    def _begin(self, seq: Sequence, match: _Match, restored: int) -> None:
-        """The prefill starts: decide where it keeps states, and announce what it computes."""
-        self._active[seq.seq_id] = match
-        matched, anchor = len(match.path) * self._page_tokens, seq.request.cache_anchor_tokens
-        match.wanted = chunk_states(restored, matched, seq.prefill_len, anchor, self._interval, self._keep_tokens, self._page_tokens)
-        end_states = frozenset(p for p, _ in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens))
-        producer = Producer(seq.seq_id, match.keys, end_states, set(match.wanted), restored)
-        self._in_flight.register(producer, len(match.path))
-
-    # -- proof -------------------------------------------------------------------------------------------------------------
+    def _copy_in(self, seq: Sequence, match: Match, tokens: int) -> int:
+        """Copy pages and state. Returns `tokens`, or 0 when the bytes are not those that were stored: then all is computed anew."""
+        index, num_pages = self.cache.index, tokens // self._page_tokens
+        self._check_identity(seq, match.path[num_pages - 1])
+        if index.has_dropped(match.path):
+            return 0
+        frames = index.state_frames(match.state)
+        bad = self.mover.restore(match.path[:num_pages], seq.block_table[:num_pages], frames, seq.state_slot, tokens)
+        if bad == INTACT:
+            return tokens
+        self.counters.checksum_errors += 1
+        self._drop(match, bad)
+        return 0
 
     def _check_identity(self, seq: Sequence, page: int) -> None:
         """A key cannot collide; a page behind the wrong key would be a defect of ours, and its end tokens show it."""
@@ -244,33 +187,31 @@ class PrefixCache:
         asked = seq.token_ids[end - self._page_tokens], seq.token_ids[end - 1]
         assert stored == asked, f"the page at {end} begins and ends with tokens {stored}, the prompt's with {asked}"
 
-    def _intact(self, match: _Match, tokens: int) -> bool:
-        """Compare checksums before a restore. What fails is dropped, so that its tokens are recomputed and stored anew."""
-        index, state = self.cache.index, match.state
-        if index.has_dropped(match.path):
-            return False
-        if not self._checksums.enabled:
-            return True
-        for at in self._checksums.choose(tokens // self._page_tokens):
-            if self._checksums.page(match.path[at]) != index.checksum[match.path[at]]:
-                self.counters.checksum_errors += 1
-                self._unpin_state(match)
-                self.cache.drop(match.path[at])
-                self.cache.unpin(match.path[at:])
-                del match.path[at:]
-                return False
-        if self._checksums.state(index.state_frames(state), self._kv.state_bytes) != index.checksum[state]:
-            self.counters.checksum_errors += 1
-            self._unpin_state(match)
-            if index.ref[state] == 0:
+    def _drop(self, match: Match, bad: int) -> None:
+        """Forget what failed its checksum, so that it is stored anew: a state, or a page and everything below it."""
+        state = match.state
+        self._unpin_state(match)
+        if bad == BAD_STATE:
+            if self.cache.index.ref[state] == 0:
                 self.cache.remove_state(state, "audit")
-            return False
-        return True
+            return
+        self.cache.drop(match.path[bad])
+        self.cache.unpin(match.path[bad:])
+        del match.path[bad:]
 
-    def _unpin_state(self, match: _Match) -> None:
+    def _unpin_state(self, match: Match) -> None:
         if match.state != NONE:
             self.cache.index.unpin_state(match.state)
             match.state = NONE
+
+    def _begin(self, seq: Sequence, match: Match, restored: int) -> None:
+        """The prefill starts: decide where it keeps states, and announce what it computes."""
+        self._active[seq.seq_id] = match
+        matched, anchor = len(match.path) * self._page_tokens, seq.request.cache_anchor_tokens
+        match.wanted = chunk_states(restored, matched, seq.prefill_len, anchor, self._interval, self._keep_tokens, self._page_tokens)
+        end_states = frozenset(p for p, _ in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens))
+        producer = Producer(seq.seq_id, match.keys, end_states, set(match.wanted), restored)
+        self._in_flight.register(producer, len(match.path))
 
     # -- store -------------------------------------------------------------------------------------------------------------
 
@@ -300,7 +241,7 @@ class PrefixCache:
         if done:
             self._close(seq.seq_id)
 
-    def _store_pages(self, seq: Sequence, match: _Match, start: int, end: int) -> None:
+    def _store_pages(self, seq: Sequence, match: Match, start: int, end: int) -> None:
         """Store every complete page that is absent. Also pages of earlier chunks that found no room: their blocks are still here."""
         index, size = self.cache.index, self._page_tokens
         upto = min(end // size, len(match.keys))
@@ -313,24 +254,20 @@ class PrefixCache:
         with PageReservation(self.cache, upto - first) as reservation:
             frames = reservation.frames
             until = first + len(frames)
-            blocks = seq.block_table[first:until]
-            self._transfer.copy_out(self._kv.blocks, blocks, frames)
+            self.mover.store_pages(seq.block_table[first:until], frames)
             reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
-        if self._checksums.enabled:
-            for frame, block in zip(frames, blocks, strict=True):
-                index.checksum[frame] = self._checksums.of(self._kv.blocks[block])
         match.path += frames
         skipped = upto - max(until, start // size)
-        self.counters.stored(len(frames), size, self._row_bytes, skipped)
+        self.counters.stored(len(frames), size, self.mover.row_bytes, skipped)
 
-    def _store_end_states(self, seq: Sequence, match: _Match) -> None:
+    def _store_end_states(self, seq: Sequence, match: Match) -> None:
         """Keep the windows at s0 and, if frames are free, at s1."""
         for position, reason in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens):
             if reason is StateReason.RESEND or self._config.store_tail_state:
                 self._store_state(seq, match, position, reason)
         self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
 
-    def _store_state(self, seq: Sequence, match: _Match, position: int, reason: StateReason) -> None:
+    def _store_state(self, seq: Sequence, match: Match, position: int, reason: StateReason) -> None:
         index, path = self.cache.index, match.path[: position // self._page_tokens]
         if len(path) * self._page_tokens < position:
             self.counters.store_skipped["no_page"] += 1
@@ -346,13 +283,10 @@ class PrefixCache:
             if not reservation.frames:
                 self.counters.store_skipped["no_state_frames"] += 1
                 return
-            self._kv.save_window(seq.state_slot, position, self._state_view)
-            self._transfer.copy_out(self._staging, range(len(reservation.frames)), reservation.frames)
-            state = reservation.commit(reason)
-        if self._checksums.enabled:
-            index.checksum[state] = self._checksums.of(self._state_view)
+            self.mover.store_state(seq.state_slot, position, reservation.frames)
+            reservation.commit(reason)
         self.counters.states_written[reason.name.lower()] += 1
-        self.counters.store_bytes += self._kv.state_bytes
+        self.counters.store_bytes += self.mover.state_bytes
 
     # -- end ---------------------------------------------------------------------------------------------------------------
 
@@ -366,7 +300,7 @@ class PrefixCache:
         self._memos.pop(seq.seq_id, None)
         self._held_since.pop(seq.seq_id, None)
 
-    def _snapshot(self, seq: Sequence, match: _Match) -> None:
+    def _snapshot(self, seq: Sequence, match: Match) -> None:
         """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.
 
         Not after a failed forward pass: its window is not to be trusted. The rings reach back one page and `keep_tokens`.
@@ -382,7 +316,7 @@ class PrefixCache:
         self._in_flight.drop(seq_id)
         self._release(self._active.pop(seq_id, None))
 
-    def _release(self, match: _Match | None) -> None:
+    def _release(self, match: Match | None) -> None:
         if match is not None:
             self._unpin_state(match)
             self.cache.unpin(match.path)
@@ -393,6 +327,10 @@ class PrefixCache:
         self._keys.reset()
         self._memos.clear()
         self._in_flight.clear()
+
+    def close(self) -> None:
+        """Give page-locked memory back while the device is still there. Idempotent."""
+        self.mover.close()
 
     # -- what people look at -----------------------------------------------------------------------------------------------
 
@@ -413,8 +351,10 @@ class PrefixCache:
         leaves["states"] = index.num_states
         leaves["pinned_sequences"] = len(self._planned) + len(self._active)
         leaves["held_requests"] = len(self._held_since)
-        leaves["arena_bytes"] = self.arena.num_bytes
-        leaves["frame_bytes"] = self.arena.frame_bytes
+        leaves["pinned_bytes"] = self.mover.pinned_bytes
+        leaves["pageable"] = int(self.mover.pinned_bytes == 0)
+        leaves["arena_bytes"] = self.mover.arena.num_bytes
+        leaves["frame_bytes"] = self.mover.arena.frame_bytes
         return leaves
 
     def inject_fault(
@@ -429,10 +369,10 @@ class PrefixCache:
             ConfigError: unknown kind, nothing is stored yet, or an argument is out of range.
         """
         if kind == "flip":
-            return flip(self.cache, self.arena, self._row_bytes, self._kv.state_bytes, target, page, byte, count)
+            return flip(self.cache, self.mover.arena, self.mover.row_bytes, self.mover.state_bytes, target, page, byte, count)
         if kind not in COPY_FAULTS:
             raise ConfigError(f"fault {kind!r} is unknown", hint=f"choose one of: flip, {', '.join(COPY_FAULTS)}")
-        self._transfer.arm(kind, count, seconds)
+        self.mover.transfer.arm(kind, count, seconds)
         return {"kind": kind, "count": count, "seconds": seconds}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hicache.host_pool import HostArena
@@ -18,52 +20,99 @@ EXPONENT_BYTE = 3  # most significant byte of a little-endian fp32: sign and hig
 EXPONENT_BIT = 0x40  # turns a value of ordinary size into one beyond 1e18
 
 
-class Checksums:
-    """crc32 of pages and states: taken at the store, compared at a restore.
+class Audit(Protocol):
+    """Remembers what was stored in each frame and tells, after a restore, which frame brought something else."""
 
-    mode: off, sampled (the last pages, the state, and 1 % of the other pages) or full. Reads host memory, so on an accelerator the
-    copies that wrote it must have completed.
+    def store(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
+        """Rows of `device` [N, n] uint8 are on their way into `frames`. Taken from the source, so that a lost copy is noticed too."""
+
+    def choose(self, num_pages: int) -> list[int] | None:
+        """Indices of the pages to verify in a restore of `num_pages` pages; None: verify nothing, not even the state."""
+
+    def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
+        """Index of the first frame whose bytes, restored into `rows` of `device`, are not those that were stored."""
+
+
+class NoAudit:
+    """Trusts every byte."""
+
+    def store(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
+        return None
+
+    def choose(self, num_pages: int) -> list[int] | None:
+        return None
+
+    def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
+        return None
+
+
+class HostAudit:
+    """crc32 by the CPU, for a device whose memory is host memory. `full` verifies every page of a restore, else the last pages, the
+    state, and 1 % of the other pages.
     """
 
-    def __init__(self, mode: str, arena: HostArena, row_bytes: int) -> None:
-        assert mode in ("off", "sampled", "full"), f"audit mode is {mode!r}"
-        self.mode = mode
-        self._memory, self._stride, self._row_bytes = arena.memory, arena.frame_bytes, row_bytes
-        self._random = Random(0)
+    def __init__(self, num_frames: int, *, full: bool) -> None:
+        self._full, self._sums, self._random = full, array("I", [0]) * num_frames, Random(0)
 
-    @property
-    def enabled(self) -> bool:
-        return self.mode != "off"
+    def store(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
+        for row, frame in zip(rows, frames, strict=True):
+            self._sums[frame] = _crc(device[row])
 
-    def of(self, row: Tensor) -> int:
-        """Checksum of bytes on their way into the arena: row [n] uint8 in host memory. Taken from the source, so that a copy that
-        was lost or cut short is noticed too."""
-        buffer: Any = row.numpy()  # an array is a buffer, which its type only says from Python 3.12 on
-        return zlib.crc32(buffer)
+    def choose(self, num_pages: int) -> list[int] | None:
+        last = 0 if self._full else max(0, num_pages - ALWAYS_VERIFIED)
+        return [i for i in range(last) if self._random.random() < SAMPLED_SHARE] + list(range(last, num_pages))
 
-    def page(self, frame: int) -> int:
-        """Checksum of one page."""
-        start = frame * self._stride
-        return zlib.crc32(self._memory[start : start + self._row_bytes])
+    def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
+        pairs = enumerate(zip(frames, rows, strict=True))
+        return next((i for i, (frame, row) in pairs if _crc(device[row]) != self._sums[frame]), None)
 
-    def state(self, frames: Sequence[int], num_bytes: int) -> int:
-        """Checksum of the `num_bytes` bytes of a state that lie in `frames`."""
-        crc = 0
-        for index, frame in enumerate(frames):
-            start = frame * self._stride
-            length = min(self._stride, num_bytes - index * self._stride)
-            crc = zlib.crc32(self._memory[start : start + length], crc)
-        return crc
 
-    def choose(self, num_pages: int) -> list[int]:
-        """Indices of the pages to verify when the first `num_pages` pages of a path are restored."""
-        if self.mode == "full":
-            return list(range(num_pages))
-        if self.mode == "off" or num_pages == 0:
-            return []
-        draw = self._random.random
-        last = max(0, num_pages - ALWAYS_VERIFIED)
-        return [i for i in range(last) if draw() < SAMPLED_SHARE] + list(range(last, num_pages))
+class DeviceAudit:
+    """A weighted sum by the device, which never sends bytes over the bus twice. Verifying waits for the device, so without `full` only
+    1 % of the restores are verified, those completely.
+    """
+
+    def __init__(self, num_frames: int, row_bytes: int, device: torch.device, *, full: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        # Odd weights are invertible modulo 2**64: no change of a single word leaves the sum as it was.
+        weights = torch.randint(-(2**62), 2**62, (row_bytes // 4,), generator=generator) * 2 + 1
+        self._weights = weights.to(device)
+        self._sums = torch.zeros(num_frames, dtype=torch.int64, device=device)
+        self._share, self._random = 1.0 if full else SAMPLED_SHARE, Random(0)
+
+    def store(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
+        if frames:
+            self._sums[self._index(frames)] = self._sum(device, rows)
+
+    def choose(self, num_pages: int) -> list[int] | None:
+        return list(range(num_pages)) if self._random.random() < self._share else None
+
+    def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
+        if not frames:
+            return None
+        bad = (self._sum(device, rows) != self._sums[self._index(frames)]).nonzero()
+        return int(bad[0]) if len(bad) else None
+
+    def _sum(self, device: Tensor, rows: Sequence[int]) -> Tensor:
+        words = device.index_select(0, self._index(rows)).view(torch.int32)
+        return (words.to(torch.int64) * self._weights[: words.shape[1]]).sum(1)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self._sums.device)
+
+
+def open_audit(mode: str, num_frames: int, frame_bytes: int, device: torch.device) -> Audit:
+    """The audit for `mode` off, sampled or full."""
+    if mode == "off":
+        return NoAudit()
+    if device.type == "cpu":
+        return HostAudit(num_frames, full=mode == "full")
+    return DeviceAudit(num_frames, frame_bytes, device, full=mode == "full")
+
+
+def _crc(row: Tensor) -> int:
+    buffer: Any = row.numpy()  # an array is a buffer, which its type only says from Python 3.12 on
+    return zlib.crc32(buffer)
 
 
 @dataclass(frozen=True, slots=True)

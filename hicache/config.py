@@ -19,6 +19,7 @@ class HiCacheConfig:
     min_restore_tokens: int = knob(128, "Shortest prefix worth restoring.", unit="tokens", ge=1)
     max_restore_bytes_per_step: int = knob(512 * 2**20, "Most bytes restored in one engine step.", unit="bytes", gt=0)
     transfer: str = knob("auto", "Copies beside a GPU: picked by a start-up probe, or one engine.", choices=("auto", "kernel", "batch"))
+    build_dir: str = knob("", "Where native copy code is built; empty is the user's cache directory.")
     states_per_path: int = knob(6, "Most window states kept at forks of one path.", unit="states", ge=1)
     state_interval_tokens: int = knob(16384, "Distance of window states within a long prompt; 0 keeps none.", unit="tokens", ge=0)
     herd_min_tokens: int = knob(1024, "A prompt waits for an equal prefix in progress of that length; 0 never waits.", unit="tokens", ge=0)

@@ -50,7 +50,6 @@ class PrefixIndex:
         self._chain = _ints(size, NONE)  # a state's frame -> its next frame
         self.position, self.first_token, self.last_token = _ints(size, 0), _ints(size, 0), _ints(size, 0)
         self.stamp = array("q", [0]) * size
-        self.checksum = array("I", [0]) * size
         self.reason = bytearray(size)
         self._dead: set[int] = set()  # dropped while pinned; freed with the last pin
         for head in (self._pages, self._states):
@@ -63,7 +62,7 @@ class PrefixIndex:
     def metadata_bytes(self) -> int:
         """Bytes of all arrays, the map of keys excluded."""
         links = (self.parent, self.ref, self.num_children, self._prev, self._next, self.state_of, self._chain)
-        facts = (self.position, self.first_token, self.last_token, self.stamp, self.checksum)
+        facts = (self.position, self.first_token, self.last_token, self.stamp)
         return sum(len(a) * a.itemsize for a in (*links, *facts)) + len(self.reason) + 8 * len(self._keys)
 
     def key(self, page: int) -> bytes:

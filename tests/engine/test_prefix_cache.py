@@ -7,7 +7,8 @@ import random
 import pytest
 
 from engine.errors import ConfigError
-from engine.prefix_cache import Plan, PlanKind, PrefixCache
+from engine.prefix_cache import PrefixCache
+from engine.prefix_plan import Plan, PlanKind
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.host_pool import Owner
@@ -23,7 +24,7 @@ def make_cache(kv: FakeKV | None = None, num_frames: int = 200, **knobs: object)
 
 
 def device(cache: PrefixCache) -> FakeKV:
-    return cache._kv  # type: ignore[return-value]
+    return cache.mover._kv  # type: ignore[return-value]
 
 
 def check_restored(cache: PrefixCache, seq: Sequence, tokens: int) -> None:

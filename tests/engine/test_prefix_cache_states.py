@@ -7,7 +7,8 @@ import time
 import pytest
 
 from engine.errors import ConfigError
-from engine.prefix_cache import PlanKind, PrefixCache, build_prefix_cache
+from engine.prefix_cache import PrefixCache, build_prefix_cache
+from engine.prefix_plan import PlanKind
 from engine.request import FinishReason, Request, SamplingParams, Sequence
 from hicache.config import HiCacheConfig
 from hicache.index import StateReason
@@ -258,4 +259,4 @@ def test_host_cache_without_decoder_truncation_is_refused_and_auto_turns_it_off(
     assert build_prefix_cache(HiCacheConfig(size_gb=0), kv, FakeLimits(KEEP)) is None  # type: ignore[arg-type]
     built = build_prefix_cache(HiCacheConfig(size_gb=0.001), kv, FakeLimits(KEEP))  # type: ignore[arg-type]
     assert built is not None
-    assert built.arena.num_bytes == int(0.001 * 2**30) // FRAME * FRAME
+    assert built.mover.arena.num_bytes == int(0.001 * 2**30) // FRAME * FRAME

@@ -1,0 +1,43 @@
+"""What the prefix cache found for one sequence, and what the scheduler may do with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.request import Sequence
+from hicache.index import NONE, StateReason
+
+
+class PlanKind(StrEnum):
+    """What the scheduler may do with a fresh sequence."""
+
+    HIT = "hit"
+    MISS = "miss"
+    HOLD = "hold"
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """What one sequence found and still pins.
+
+    path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. wanted: positions where
+    a chunk ends and a state is kept, with its reason.
+    """
+
+    seq: Sequence
+    epoch: int
+    keys: list[bytes] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    state: int = NONE
+    wanted: dict[int, StateReason] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer to `plan`. restore_tokens: where prefill may start (0 unless HIT). reason: of the state, of the miss, or of the hold."""
+
+    kind: PlanKind
+    restore_tokens: int
+    reason: str
+    match: Match = field(repr=False)
