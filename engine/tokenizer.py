@@ -81,15 +81,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Ids of text whose control spellings are meant. `add_special` puts BOS in front, unless the text brings it already."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._backend, text)
         if add_special and self._adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is a control token."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._plain, text)
 
     def encode_ranges(self, text: str, control_ranges: Sequence[tuple[int, int]]) -> list[int]:
         """Ids of text where only the given half-open, ascending code point ranges are control tokens.
@@ -145,6 +144,12 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """What an unfinished character leaves behind: U+FFFD or nothing. The detokenizer can be used again afterwards."""
         return self._decoder.decode(b"", final=True)
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Encode without offsets. Unlike `encode`, the batch call lets other threads run, and it is about three times as fast."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 @lru_cache(maxsize=1)
