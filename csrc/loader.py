@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 INCLUDE = ROOT / "include"
 BUILD_TIMEOUT_S = 600
+_ERROR_LINE = re.compile(r"\b(error|fatal)\s*:")  # of the host compiler, nvcc and ptxas
 Progress = Callable[[str], None]
 
 
@@ -114,7 +116,7 @@ def _compile(library: Library, compiler: str, target: Path) -> None:
 def first_error(log: str) -> str:
     """The first line in which a compiler names an error; what follows it is mostly consequence."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no output")
+    return next((line for line in lines if _ERROR_LINE.search(line)), lines[-1] if lines else "no output")
 
 
 @contextmanager

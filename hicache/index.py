@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 NONE = -1
+KEY_BYTES = 32
 
 
 class StateReason(IntEnum):
@@ -41,7 +42,8 @@ class PrefixIndex:
         self.frames_by_key: dict[bytes, int] = {}
         self.clock = 0
         self.num_states = 0
-        self._keys: list[bytes | None] = [None] * num_frames
+        # Keys lie in one buffer: a list of 600,000 of them is a list that the collector walks.
+        self._keys, self._present = bytearray(KEY_BYTES * num_frames), bytearray(num_frames)
         size = num_frames + 2
         self._pages, self._states = num_frames, num_frames + 1  # list heads; next of a head is the least recent entry
         self.parent, self.ref, self.num_children = _ints(size, NONE), _ints(size, 0), _ints(size, 0)
@@ -63,13 +65,12 @@ class PrefixIndex:
         """Bytes of all arrays, the map of keys excluded."""
         links = (self.parent, self.ref, self.num_children, self._prev, self._next, self.state_of, self._chain)
         facts = (self.position, self.first_token, self.last_token, self.stamp)
-        return sum(len(a) * a.itemsize for a in (*links, *facts)) + len(self.reason) + 8 * len(self._keys)
+        return sum(len(a) * a.itemsize for a in (*links, *facts)) + len(self.reason) + len(self._present) + len(self._keys)
 
     def key(self, page: int) -> bytes:
         """The key under which `page` was inserted."""
-        key = self._keys[page]
-        assert key is not None, f"frame {page} holds no page"
-        return key
+        assert self._present[page], f"frame {page} holds no page"
+        return bytes(self._keys[KEY_BYTES * page : KEY_BYTES * (page + 1)])
 
     # -- lookup and pins ---------------------------------------------------------------------------------------------------
 
@@ -157,18 +158,26 @@ class PrefixIndex:
 
         tokens: the whole prompt. The copies of the pages are already enqueued.
         """
-        assert parent == NONE or self._keys[parent] is not None, f"parent frame {parent} of page {first_page} is absent"
+        assert parent == NONE or self._present[parent], f"parent frame {parent} of page {first_page} is absent"
         assert self.frames_by_key.keys().isdisjoint(keys), f"pages after page {first_page} are inserted twice"
         if not frames:
             return
         if parent != NONE:
             self.num_children[parent] += 1
-        key_of, parent_of, position, ref, num_children = self._keys, self.parent, self.position, self.ref, self.num_children
+        stored, present, parent_of, position, ref, num_children = (
+            self._keys,
+            self._present,
+            self.parent,
+            self.position,
+            self.ref,
+            self.num_children,
+        )
         first_token, last_token = self.first_token, self.last_token
         begin = first_page * size
         for frame, key in zip(frames, keys, strict=True):
             end = begin + size
-            key_of[frame] = key
+            stored[KEY_BYTES * frame : KEY_BYTES * (frame + 1)] = key
+            present[frame] = 1
             parent_of[frame] = parent
             first_token[frame] = tokens[begin]
             last_token[frame] = tokens[end - 1]
@@ -180,7 +189,7 @@ class PrefixIndex:
 
     def add_state(self, page: int, frames: Sequence[int], reason: StateReason) -> int:
         """Attach a state that fills `frames` to a present page. Returns the state's id."""
-        assert self._keys[page] is not None, f"frame {page} holds no page"
+        assert self._present[page], f"frame {page} holds no page"
         assert self.state_of[page] == NONE, f"page frame {page} has a state already"
         for frame, following in zip(frames, [*frames[1:], NONE], strict=True):
             self._chain[frame] = following
@@ -231,15 +240,20 @@ class PrefixIndex:
         """Remove the least recent pages that were touched at `newest_stamp` or before, leaves first, until `need` frames are free or
         a state went along. Returns the frames to free, pages first in their order of removal."""
         head, succ, prev, stamp = self._pages, self._next, self._prev, self.stamp
-        by_key, key_of, parent_of, children, state_of = self.frames_by_key, self._keys, self.parent, self.num_children, self.state_of
+        by_key, stored, present, parent_of, children, state_of = (
+            self.frames_by_key,
+            self._keys,
+            self._present,
+            self.parent,
+            self.num_children,
+            self.state_of,
+        )
         freed: list[int] = []
         page = succ[head]
         while page != head and stamp[page] <= newest_stamp and len(freed) < need:
             assert children[page] == 0, f"page frame {page} is the least recent one and has children"
-            key = key_of[page]
-            assert key is not None, f"frame {page} holds no page"
-            del by_key[key]
-            key_of[page] = None
+            del by_key[bytes(stored[KEY_BYTES * page : KEY_BYTES * (page + 1)])]
+            present[page] = 0
             if parent_of[page] != NONE:
                 children[parent_of[page]] -= 1
             freed.append(page)
@@ -284,7 +298,7 @@ class PrefixIndex:
             self._dead.discard(page)
         else:
             del self.frames_by_key[self.key(page)]
-        self._keys[page] = None
+        self._present[page] = 0
         frames = [page]
         state = self.state_of[page]
         if state != NONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -250,6 +251,17 @@ def test_metadata_stays_below_128_bytes_per_page() -> None:
     assert PrefixIndex(10_000).metadata_bytes / 10_000 <= 128
 
 
+def test_collector_has_nothing_to_walk_however_many_pages_there_are() -> None:
+    num_pages = 50_000
+    cache = HostCache(num_pages, 1, 1)
+    keys = KeySpace("m", "f", 1).page_keys(range(num_pages))
+    with PageReservation(cache, num_pages) as reservation:
+        cache.unpin(reservation.commit(NONE, keys, 0, range(num_pages)))
+    assert len(cache.index) == num_pages
+    walked = [value for value in vars(cache.index).values() if gc.is_tracked(value) and len(gc.get_referents(value)) > 100]
+    assert walked == []
+
+
 def test_deepest_usable_state_is_not_hidden_by_a_deeper_one() -> None:
     cache = HostCache(20, 4, 1)
     keys = KeySpace("m", "f", 4).page_keys(range(20))
@@ -281,6 +293,6 @@ def test_state_that_saves_more_than_its_memory_leaves_with_its_page_only() -> No
 def test_state_walks_back_to_its_frames_in_order() -> None:
     cache = HostCache(8, 1, 3)
     with PageReservation(cache, 1) as reservation:
-        path = reservation.commit(NONE, [b"key"], 0, [7])
+        path = reservation.commit(NONE, [b"k" * 32], 0, [7])
     with StateReservation(cache, path, evict=False) as state:
         assert cache.index.state_frames(state.commit(StateReason.TAIL)) == state.frames

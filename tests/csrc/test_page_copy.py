@@ -1,0 +1,169 @@
+"""The native copies on a GPU: exact bytes, and close to the speed of the bus."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache.audit import DeviceAudit
+from hicache.gpu_transfer import BatchTransfer, BounceTransfer, IndexRing, KernelTransfer, ProbedTransfer, probe
+from hicache.host_pool import HostArena, frame_bytes_for
+from hicache.native import build_library
+from hicache.pinning import PinnedArena, pin
+from hicache.transfer import Transfer
+
+pytestmark = pytest.mark.gpu
+
+PAGE_BYTES = 114_048  # a page of the released shape in FP4
+NUM_PAGES = 1024
+
+
+class Machine:
+    """A pinned arena and a device pool of the same rows, and every engine over them."""
+
+    def __init__(self, row_bytes: int, build_dir: Path, num_pages: int = NUM_PAGES) -> None:
+        self.arena = HostArena(num_pages, frame_bytes_for(row_bytes))
+        library = build_library(build_dir)
+        self.pinned: PinnedArena = pin(self.arena, library, piece_bytes=64 * 2**20)
+        self.device = torch.randint(0, 256, (num_pages, row_bytes), dtype=torch.uint8, device="cuda")
+        self.engines: dict[str, Transfer] = {
+            "kernel": KernelTransfer(self.arena, library, self.pinned.pointer),
+            "batch": BatchTransfer(self.arena, library, self.pinned.borders),
+            "bounce": BounceTransfer(self.arena),
+        }
+
+
+@pytest.fixture(scope="module")
+def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="module")
+def machine(build_dir: Path) -> Iterator[Machine]:
+    built = Machine(PAGE_BYTES, build_dir)
+    yield built
+    torch.cuda.synchronize()
+    built.pinned.close()
+
+
+@pytest.fixture(autouse=True)
+def own_stream() -> Iterator[None]:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["kernel", "batch", "bounce"])
+@pytest.mark.parametrize("count", [0, 1, 7, 300, NUM_PAGES])
+def test_scattered_rows_survive_the_way_out_and_back(machine: Machine, name: str, count: int) -> None:
+    rng = random.Random(count)
+    rows, frames = rng.sample(range(NUM_PAGES), count), rng.sample(range(NUM_PAGES), count)
+    device, engine = machine.device, machine.engines[name]
+    original = device.clone()
+    engine.copy_out(device, rows, frames)
+    device[rows] = 0
+    engine.copy_in(frames, device, rows)
+    torch.cuda.synchronize()
+    assert device.equal(original)
+    assert machine.arena.rows[frames, :PAGE_BYTES].equal(original.cpu()[rows])
+
+
+@pytest.mark.parametrize("row_bytes", [16, 48, 4096, 16_384, 65_552])
+def test_kernel_copies_rows_of_any_aligned_size_and_touches_nothing_else(build_dir: Path, row_bytes: int) -> None:
+    small = Machine(row_bytes, build_dir, num_pages=65)
+    small.arena.rows.fill_(0x5A)
+    small.engines["kernel"].copy_out(small.device, [3, 64, 9], [64, 0, 7])
+    torch.cuda.synchronize()
+    expected = torch.full_like(small.arena.rows, 0x5A)
+    for row, frame in ((3, 64), (64, 0), (9, 7)):
+        expected[frame, :row_bytes] = small.device[row].cpu()
+    assert small.arena.rows.equal(expected)
+    small.pinned.close()
+
+
+def test_copies_are_in_order_with_the_streams_other_work(machine: Machine) -> None:
+    """A row that a slow kernel is still writing is copied with its new bytes, and the next writer does not overtake the copy."""
+    for engine in (machine.engines["kernel"], machine.engines["batch"]):
+        torch.cuda._sleep(20_000_000)
+        machine.device[5] = 1
+        engine.copy_out(machine.device, [5], [5])
+        machine.device[5] = 2
+        torch.cuda.synchronize()
+        assert set(machine.arena.rows[5, :PAGE_BYTES].tolist()) == {1}
+
+
+def test_ring_of_index_lists_never_overwrites_a_list_in_flight(machine: Machine) -> None:
+    engine = machine.engines["kernel"]
+    original = machine.device.clone()
+    torch.cuda._sleep(50_000_000)
+    for row in range(200):
+        engine.copy_out(machine.device, [row], [NUM_PAGES - 1 - row])
+    torch.cuda.synchronize()
+    assert machine.arena.rows[:, :PAGE_BYTES].flip(0)[:200].equal(original[:200].cpu())
+
+
+def test_index_list_longer_than_the_ring_is_split(machine: Machine) -> None:
+    engine = machine.engines["kernel"]
+    assert isinstance(engine, KernelTransfer)
+    engine._ring = IndexRing(slots=2, pairs=100)
+    rows = list(range(NUM_PAGES))
+    engine.copy_out(machine.device, rows, rows)
+    torch.cuda.synchronize()
+    assert machine.arena.rows[:, :PAGE_BYTES].equal(machine.device.cpu())
+    engine._ring = IndexRing()
+
+
+def test_device_checksums_notice_one_flipped_bit(machine: Machine) -> None:
+    audit = DeviceAudit(NUM_PAGES, PAGE_BYTES, torch.device("cuda"), full=True)
+    audit.store(machine.device, [1, 2, 3], [10, 20, 30])
+    assert audit.first_bad([10, 20, 30], machine.device, [1, 2, 3]) is None
+    machine.device[3, 77] ^= 4
+    assert audit.first_bad([10, 20, 30], machine.device, [1, 2, 3]) == 2
+
+
+def pinned_gb_s(direction: str) -> float:
+    """One large copy between pinned and device memory."""
+    host = torch.empty(256 * 2**20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    source, target = (host, device) if direction == "in" else (device, host)
+    return host.numel() / min(timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(5)) / 1e9
+
+
+def timed(work: object) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()  # type: ignore[operator]
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+@pytest.mark.parametrize("row_bytes", [PAGE_BYTES, 16_384])
+def test_kernel_reaches_92_percent_of_a_large_pinned_copy(build_dir: Path, row_bytes: int, direction: str) -> None:
+    count = 2048 if row_bytes > 20_000 else 8192
+    big = Machine(row_bytes, build_dir, num_pages=count)
+    rows, frames = (random.Random(s).sample(range(count), count) for s in (1, 2))
+    engine = big.engines["kernel"]
+    copy = (lambda: engine.copy_in(frames, big.device, rows)) if direction == "in" else (lambda: engine.copy_out(big.device, rows, frames))
+    copy()
+    gb_s = count * row_bytes / min(timed(copy) for _ in range(5)) / 1e9
+    ceiling = pinned_gb_s(direction)
+    big.pinned.close()
+    print(f"{direction} {row_bytes} B: {gb_s:.1f} of {ceiling:.1f} GB/s = {gb_s / ceiling:.3f}")
+    assert gb_s >= 0.92 * ceiling
+
+
+def test_probe_measures_every_engine_and_the_choice_follows_it(machine: Machine) -> None:
+    engines = [machine.engines["kernel"], machine.engines["batch"]]
+    table = probe(engines, machine.arena, machine.device)
+    assert len(table) == 2 * 2 * 3
+    for row in table:
+        print(f"{row.engine:7} {row.direction:3} {row.num_pages:4} pages {row.gb_s:6.1f} GB/s")
+    chosen = ProbedTransfer(engines, table)
+    best = max((r for r in table if r.direction == "in" and r.num_pages == 256), key=lambda r: r.gb_s)
+    assert chosen.engine("in", 999).name == best.engine
