@@ -72,7 +72,7 @@ def command(
 
 def keep_examples(docstring: str) -> str:
     """The help text with a mark before each indented paragraph, so that its lines are not wrapped into one."""
-    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    paragraphs = inspect.cleandoc(docstring).replace("\nNext:", "\n\nNext:").split("\n\n")
     return "\n\n".join(f"\b\n{p}" if p.startswith("  ") else p for p in paragraphs)
 
 

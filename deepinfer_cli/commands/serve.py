@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -53,30 +52,11 @@ def plan_server(call: Invocation, model: str | None, name: str | None) -> Plan:
     directory, served = resolve_model(call, model)
     server = settings.server if settings.server.served_name else dataclasses.replace(settings.server, served_name=served)
     engine = dataclasses.replace(settings.engine, model=str(directory))
-    return Plan(engine, settings.hicache, server, name or server.served_name)
-
-
-class Narrator:
-    """Tells a launch: one line per stage on a terminal, JSON Lines with --json."""
-
-    def __init__(self, call: Invocation) -> None:
-        self._call = call
-        self._said: dict[str, str] = {}
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        fields = dict(event)
-        kind = str(fields.pop("event", fields.pop("kind", "event")))
-        if self._call.json:
-            self._call.ui.event(kind, **fields)
-            return
-        text = "  ".join(f"{key} {_show(value)}" for key, value in fields.items() if value not in (None, ""))
-        if self._said.get(kind) != text:
-            self._said[kind] = text
-            self._call.ui.step(kind, text)
-
-
-def _show(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    hicache = settings.hicache
+    if server.debug_faults and not call.resolved.given("hicache.audit"):
+        # Whoever damages pages on purpose wants each of them found, not a sample.
+        hicache = dataclasses.replace(hicache, audit="full")
+    return Plan(engine, hicache, server, name or server.served_name)
 
 
 def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
@@ -89,19 +69,12 @@ def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
     Next: dix chat, dix check-cache, dix bench run smoke
     """
     plan = plan_server(call, model, name)
+    from deepinfer_cli.narrator import Narrator
     from server import launcher
 
-    return int(
-        launcher.serve(
-            plan.engine,
-            plan.hicache,
-            plan.server,
-            name=plan.name,
-            state_dir=Path(call.paths.state),
-            runtime_dir=Path(call.paths.runtime),
-            on_event=Narrator(call),
-        )
-    )
+    places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
+    with Narrator(call, plan.engine.dp) as narrator:
+        return launcher.serve(plan.engine, plan.hicache, plan.server, name=plan.name, on_event=narrator, **places)
 
 
 serve = command(_serve, sections=SECTIONS, defaults=SERVER_DEFAULTS, leave_out=LEAVE_OUT)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
+from typing import Any
 
-from deepinfer_cli.commands.serve import LEAVE_OUT, SECTIONS, SERVER_DEFAULTS, Model, Name, Narrator, plan_server
+from deepinfer_cli.commands.serve import LEAVE_OUT, SECTIONS, SERVER_DEFAULTS, Model, Name, plan_server
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
@@ -21,19 +21,14 @@ def _start(call: Invocation, model: Model = None, name: Name = None) -> int:
     Next: dix chat, dix status, dix stop
     """
     plan = plan_server(call, model, name)
+    from deepinfer_cli.narrator import Narrator
     from server import launcher
 
     started_s = time.monotonic()
-    state = launcher.start(
-        plan.engine,
-        plan.hicache,
-        plan.server,
-        name=plan.name,
-        state_dir=Path(call.paths.state),
-        runtime_dir=Path(call.paths.runtime),
-        on_event=Narrator(call),
-        ready_timeout_s=plan.server.ready_timeout_s,
-    )
+    places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
+    limit_s = plan.server.ready_timeout_s
+    with Narrator(call, plan.engine.dp) as narrator:
+        state = launcher.start(plan.engine, plan.hicache, plan.server, name=plan.name, on_event=narrator, ready_timeout_s=limit_s, **places)
     if call.json:
         call.ui.document("dix.server/1", {**dataclasses.asdict(state), "url": state.base_url})
         return ExitCode.OK

@@ -54,14 +54,14 @@ def _run(summary: Summary) -> str:
         "Window": show_duration(run.get("window_s") or 0.0),
         "Requests": f"{summary.value('requests', 'ok') or 0:,.0f} of {len(summary.requests):,} ok",
         "Status": run.get("status"),
-        "Repeat with": run.get("command"),
     }
     listed = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items())
+    again = f'<p class="quiet">Repeat with <code>{escape(str(run.get("command")))}</code></p>'
     problems = [f"Not valid: {r}" for r in run.get("reasons") or []] + [f"{count} × {text}" for text, count in summary.errors[:3]]
     trouble = "".join(f'<p class="trouble">{escape(text)}</p>' for text in problems)
     notes = "".join(f'<p class="quiet">Note: {escape(text)}</p>' for text in run.get("notes") or [])
     tables = "".join(f"<section><h3>{escape(g.title)}</h3>{table(g)}</section>" for g in grids(summary))
-    return f"<article><h2>{escape(summary.name)} {mark}</h2>{_tiles(summary)}<dl>{listed}</dl>{trouble}{notes}{tables}</article>"
+    return f"<article><h2>{escape(summary.name)} {mark}</h2>{_tiles(summary)}<dl>{listed}</dl>{again}{trouble}{notes}{tables}</article>"
 
 
 def _tiles(summary: Summary) -> str:

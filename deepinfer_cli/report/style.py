@@ -31,6 +31,7 @@ dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(260px,1fr));gap:4p
 dl div{display:flex;gap:8px}
 dt{color:var(--quiet);min-width:84px}
 dd{margin:0;overflow-wrap:anywhere}
+code{font:12px/1.4 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;color:var(--ink);overflow-wrap:anywhere}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{padding:5px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}

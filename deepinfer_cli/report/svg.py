@@ -42,10 +42,11 @@ def linear_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten; only the powers when the range is wide."""
+    """1, 2 and 5 times powers of ten; only the powers when the range is wide; round numbers when it is narrow."""
     factors = (1, 2, 5) if high / low < 200 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [f * 10.0**p for p in powers for f in factors if low * (1 - 1e-9) <= f * 10.0**p <= high * (1 + 1e-9)]
+    ticks = [f * 10.0**p for p in powers for f in factors if low * (1 - 1e-9) <= f * 10.0**p <= high * (1 + 1e-9)]
+    return ticks if len(ticks) >= 3 else linear_ticks(low, high)
 
 
 def label(value: float) -> str:
@@ -196,15 +197,15 @@ def timeline_chart(title: str, strips: Sequence[Strip], end_s: float, marks: Seq
     strips = [s for s in strips if len(s.series.x)]
     if not strips:
         return ""
-    band, gap = 74, 16
+    band, gap = 74, 22
     height = TOP + len(strips) * (band + gap) + BOTTOM
     canvas = Canvas(title, height=height)
     x = Scale(0.0, end_s or 1.0, LEFT, WIDTH - RIGHT)
     for i, strip in enumerate(strips):
         top = TOP + 8 + i * (band + gap)
         highest = max(strip.series.y)
-        y = Scale(0.0, highest or 1.0, top + band, top + 6)
-        canvas.text(LEFT + 4, top + 2, strip.name, anchor="start", kind="strip")
+        y = Scale(0.0, highest or 1.0, top + band, top + 12)
+        canvas.text(LEFT + 4, top + 4, strip.name, anchor="start", kind="strip")
         canvas.y_axis(y, LEFT, WIDTH - RIGHT, "", [0.0, highest] if highest else [0.0])
         if strip.kind == "dots":
             for j, (a, b) in enumerate(zip(strip.series.x, strip.series.y, strict=True)):
