@@ -159,6 +159,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     parent_death.arm(options.parent)
     faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     launch = load_launch(options.launch)

@@ -32,10 +32,11 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """Hashes of a token sequence: `chain[i]` covers the first i blocks. Computed once, off the event loop for long prompts."""
+    """Hashes of a token sequence: `chain[i]` covers the first i blocks, `whole` all of it. Long prompts are hashed off the event loop."""
 
     token_ids: Sequence[int]
     chain: list[bytes]
+    whole: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def prompt_keys(token_ids: Sequence[int]) -> PromptKeys:
     chain = [b""]
     for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
         chain.append(_digest(chain[-1], token_ids[start : start + BLOCK]))
-    return PromptKeys(token_ids, chain)
+    return PromptKeys(token_ids, chain, _digest(b"whole", token_ids))
 
 
 def _digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -93,7 +94,7 @@ class Router:
             self.counts.load_total += 1
             return Decision(best.rank, "load", 0)
         affine, reason = self._affine(session, keys, by_rank)
-        seed = session or tie or keys.chain[-1].hex()
+        seed = session or tie or keys.whole.hex()
         best = min(loads, key=lambda load: (load.queued_tokens, load.running, _rendezvous(seed, load.rank)))
         decision = self._guard(affine, reason, best, by_rank, keys)
         self._remember(session, keys, decision.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,4 +178,6 @@ def build(launch: Launch, rank: int, generation: int, on_progress: Callable[[str
     on_progress("weights", 1.0)
     if path.exists() and json.loads(path.read_text()).get("fail_load"):
         raise RuntimeError("scripted load failure")
+    helper = subprocess.Popen(["sleep", "300"])  # as a compiler or loader of a real engine: it lives in the rank's group
+    (path.parent / "helper.pid").write_text(str(helper.pid))
     return FakeEngine(path, rank)
