@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -24,10 +27,9 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
 
 def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
     tokens, k = ids.shape
-    flat, order = ids.flatten().sort(stable=True)
+    order, bounds = _group(ids, w13.shape[0])
     source = q8(x) if quantize else x
-    grouped = source.index_select(0, order // k) if tokens > 1 else source.expand(k, -1)
-    bounds = _segments(flat, w13.shape[0])
+    grouped = source.expand(k, -1) if tokens == 1 else source.index_select(0, order // k)
     both = x.new_empty(tokens * k, w13.shape[1])
     for expert, begin, end in bounds:
         torch.mm(grouped[begin:end], w13[expert].t(), out=both[begin:end])
@@ -45,14 +47,29 @@ def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
     return out.index_select(0, place).view(tokens, k, -1).float().sum(1).to(x.dtype)
 
 
-def _segments(sorted_ids: Tensor, num_experts: int) -> list[tuple[int, int, int]]:
-    """(expert, begin, end) of the experts that have tokens."""
+def _group(ids: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """Stable order of the flattened choices by expert, and (expert, begin, end) of the experts that have tokens."""
+    flat = ids.flatten()
+    if flat.device.type == "cpu" and len(flat) <= _FEW:
+        # For a handful of choices plain integers are quicker than sorting and counting tensors.
+        chosen = flat.tolist()
+        ranked = sorted(range(len(chosen)), key=chosen.__getitem__)
+        counts = Counter(chosen)
+        return torch.tensor(ranked, dtype=torch.int64), _segments((e, counts[e]) for e in sorted(counts))
+    order = flat.sort(stable=True).indices
+    return order, _segments(enumerate(torch.bincount(flat, minlength=num_experts).tolist()))
+
+
+def _segments(counts: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     result, begin = [], 0
-    for expert, count in enumerate(torch.bincount(sorted_ids, minlength=num_experts).tolist()):
+    for expert, count in counts:
         if count:
             result.append((expert, begin, begin + count))
             begin += count
     return result
+
+
+_FEW = 128
 
 
 EXPERT_MLP = Op("expert_mlp", reference=_reference, tolerance=Tolerance(fp32=4e-6, bf16=2e-2))

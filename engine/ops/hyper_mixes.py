@@ -29,20 +29,49 @@ def sinkhorn(a: Tensor, num_iters: int, eps: float) -> Tensor:
     """Alternate normalisations of `a` [T, n, n] fp32, whose rows are normalised already: columns, then rows and columns.
 
     Computed as diag(r) a diag(c): with u = 1/r the row step A / (rowsum + eps) is u <- a c + eps u, and likewise for columns.
-    Once no vector changes any more the remaining rounds cannot change them either, so the loop ends early.
     """
+    if a.device.type == "cpu" and 0 < a.shape[0] <= _FEW and a.shape[1] == 4:
+        return torch.tensor([_sinkhorn_4x4(m, num_iters, eps) for m in a.tolist()], dtype=torch.float32)
+    return sinkhorn_tensors(a, num_iters, eps)
+
+
+def sinkhorn_tensors(a: Tensor, num_iters: int, eps: float) -> Tensor:
+    """`sinkhorn` for any number of rows and streams."""
     transposed = a.transpose(1, 2)
     u = torch.ones_like(a[:, :, :1])
     r, v = u, u
+    c = u
     for i in range(num_iters):
-        previous = v
+        if i:
+            u = torch.baddbmm(u, a, c, beta=eps)
+            r = u.reciprocal()
         v = torch.baddbmm(v, transposed, r, beta=eps)
         c = v.reciprocal()
-        if i == num_iters - 1 or torch.equal(v, previous):
-            break
-        u = torch.baddbmm(u, a, c, beta=eps)
-        r = u.reciprocal()
     return a * r * c.transpose(1, 2)
+
+
+# Up to this many rows the interpreter's own floats are quicker than eighty tensor operations on a handful of numbers.
+_FEW = 4
+
+
+def _sinkhorn_4x4(a: list[list[float]], num_iters: int, eps: float) -> list[list[float]]:
+    """`sinkhorn` of one 4x4 matrix."""
+    (a0, a1, a2, a3), (b0, b1, b2, b3), (c0, c1, c2, c3), (d0, d1, d2, d3) = a
+    r0 = r1 = r2 = r3 = u0 = u1 = u2 = u3 = v0 = v1 = v2 = v3 = x0 = x1 = x2 = x3 = 1.0
+    for i in range(num_iters):
+        if i:
+            u0 = a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3 + eps * u0
+            u1 = b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3 + eps * u1
+            u2 = c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3 + eps * u2
+            u3 = d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3 + eps * u3
+            r0, r1, r2, r3 = 1 / u0, 1 / u1, 1 / u2, 1 / u3
+        v0 = a0 * r0 + b0 * r1 + c0 * r2 + d0 * r3 + eps * v0
+        v1 = a1 * r0 + b1 * r1 + c1 * r2 + d1 * r3 + eps * v1
+        v2 = a2 * r0 + b2 * r1 + c2 * r2 + d2 * r3 + eps * v2
+        v3 = a3 * r0 + b3 * r1 + c3 * r2 + d3 * r3 + eps * v3
+        x0, x1, x2, x3 = 1 / v0, 1 / v1, 1 / v2, 1 / v3
+    columns = (x0, x1, x2, x3)
+    return [[m * r * x for m, x in zip(row, columns, strict=True)] for row, r in zip(a, (r0, r1, r2, r3), strict=True)]
 
 
 def _reference(raw: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
