@@ -44,7 +44,7 @@ def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
     if tokens == 1:
         return out.float().sum(0, keepdim=True).to(x.dtype)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return out.index_select(0, place).view(tokens, k, -1).float().sum(1).to(x.dtype)
+    return out.index_select(0, place).view(tokens, k, w2.shape[1]).float().sum(1).to(x.dtype)
 
 
 def _group(ids: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
