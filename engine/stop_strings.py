@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StopStrings:
     """Feed text with `push`; what it returns is final. After a match `matched` is the string and nothing more comes out.
 
-    The match that starts earliest wins; of two that start together, the one given first.
+    The match that is complete first wins, of those the longest, so that the way in which text arrives changes nothing.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
+        self._beginnings = {stop[:size] for stop in self._stops for size in range(1, len(stop))}
+        self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -21,27 +25,22 @@ class StopStrings:
         if not self._stops:
             return text
         self._held += text
-        found = [(at, order) for order, stop in enumerate(self._stops) if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, order = min(found)
-            self.matched = self._stops[order]
-            return self._take(at, drop_rest=True)
-        return self._take(len(self._held) - self._longest_prefix_at_end())
+            _, at, self.matched = min(found)
+            final, self._held = self._held[:at], ""
+            return final
+        return self._take(len(self._held) - self._open_end())
 
     def flush(self) -> str:
         """The text has ended: what was held back is final now."""
         return self._take(len(self._held))
 
-    def _take(self, count: int, drop_rest: bool = False) -> str:
-        text = self._held[:count]
-        self._held = "" if drop_rest else self._held[count:]
-        return text
+    def _take(self, count: int) -> str:
+        final, self._held = self._held[:count], self._held[count:]
+        return final
 
-    def _longest_prefix_at_end(self) -> int:
+    def _open_end(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for size in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
-        return 0
+        sizes = range(min(self._longest - 1, len(self._held)), 0, -1)
+        return next((size for size in sizes if self._held[-size:] in self._beginnings), 0)
