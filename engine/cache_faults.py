@@ -14,10 +14,10 @@ from hicache.audit import EXPONENT_BYTE, flip_bytes
 from hicache.host_cache import HostCache
 from hicache.host_pool import HostArena
 from hicache.index import NONE, StateReason
-from hicache.policy import align_down
 from hicache.transfer import Transfer
 
 COPY_FAULTS = ("drop", "short", "delay")
+_ORDINARY = (0x30, 0x3E)  # high bytes, without the sign, of magnitudes from about 5e-10 to 0.5
 
 
 class FaultyTransfer:
@@ -56,7 +56,7 @@ def flip(
     """Flip bytes of a stored page or state where a follow-up would resume: at the most recent `resend` state.
 
     target: "page" or "state". page: index on that state's path, from the root, or from the restore point when negative. byte: offset
-    of the first flipped byte; without one, `count` exponent bytes. Returns what changed.
+    of the first of `count` neighbouring bytes; without one, exponent bytes whose flip makes a value huge. Returns what changed.
 
     Raises:
         ConfigError: nothing is stored yet, or an argument is out of range.
@@ -72,11 +72,11 @@ def flip(
     length = row_bytes if target == "page" else min(state_bytes, arena.frame_bytes)
     if not 1 <= count <= length // 4 or not 0 <= (byte or 0) < length:
         raise ConfigError(f"byte {byte}, count {count} do not fit {length} bytes", hint=f"byte below {length}, count in [1, {length // 4}]")
-    step = max(4, align_down(length // count, 4))
-    # The oldest row of a window is visible to no later token, so a state is damaged at the end of its first frame.
-    exponent = EXPONENT_BYTE if target == "page" else align_down(length, 4) - 4 + EXPONENT_BYTE
-    first = exponent if byte is None else byte
-    flips = flip_bytes(arena, frame, [(first + i * step) % length for i in range(count)])
+    stride = arena.frame_bytes
+    row = bytes(arena.memory[frame * stride : frame * stride + length])
+    # The oldest row of a window is visible to no later token, so a state is damaged from the end of its first frame backwards.
+    offsets = [(byte + i) % length for i in range(count)] if byte is not None else vulnerable_bytes(row, count, from_end=target == "state")
+    flips = flip_bytes(arena, frame, offsets)
     return {
         "kind": "flip",
         "target": target,
@@ -85,3 +85,12 @@ def flip(
         "position": index.position[frame],
         "flips": [asdict(change) for change in flips],
     }
+
+
+def vulnerable_bytes(row: bytes, count: int, *, from_end: bool) -> list[int]:
+    """Offsets of `count` high bytes of fp32 or bf16 values of ordinary size, which one flipped bit makes huge but finite; any high
+    bytes when there are too few of those.
+    """
+    high = range(EXPONENT_BYTE, len(row), 4)
+    ordinary = [at for at in (reversed(high) if from_end else high) if _ORDINARY[0] <= row[at] & 0x7F <= _ORDINARY[1]]
+    return ordinary[:count] if len(ordinary) >= count else list(high[:count])

@@ -28,6 +28,13 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def derive_salt(secret: bytes, key_id: str, field: str = "") -> str:
+    """The cache salt of an API key, made by the server. A client's own `field` is added to it and never replaces it: a salt that a
+    client could choose alone would let it probe another tenant's prefixes.
+    """
+    return hmac.new(secret, lp(key_id.encode()) + lp(field.encode()), hashlib.sha256).hexdigest()
+
+
 class KeySpace:
     """Roots of one model in one cache format. Keys of different spaces, tenants or epochs never meet.
 
@@ -58,7 +65,6 @@ class KeySpace:
             + lp(adapter.encode())
             + lp(secret)
         ).digest()
-        self._secret = secret
         self._root = self._make_root()
 
     def _make_root(self) -> bytes:
@@ -72,11 +78,6 @@ class KeySpace:
     def tenant_root(self, salt: str) -> bytes:
         """The chain's start for one tenant. An empty salt is the public tenant."""
         return hashlib.sha256(self._root + lp(salt.encode())).digest()
-
-    def derive_salt(self, key_id: str, field: str = "") -> str:
-        """The salt of an API key; a client's own `field` is added to it and never replaces it."""
-        mac = hmac.new(self._secret, lp(key_id.encode()) + lp(field.encode()), hashlib.sha256)
-        return mac.hexdigest()
 
     def page_keys(self, tokens: Sequence[int], salt: str = "", extras: Mapping[int, bytes] | None = None) -> list[bytes]:
         """32-byte keys of all full pages of `tokens`, in order.
