@@ -13,6 +13,7 @@ from deepinfer_cli.bench.aiperf_records import WINDOW, RequestRow, chunk_gaps, r
 from deepinfer_cli.bench.runs import read_lines
 
 HARNESS_DIR, HARNESS_LOG, SAMPLES = "harness", "harness.log", "samples.jsonl"
+NEAR_S = 2.0  # twice the age that the server's counters may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ def collect(folder: Path, traces: TraceSet, not_before_s: float) -> Collected:
     window = [row for row in rows if row.phase == WINDOW]
     begin = min((row.start_ns for row in window), default=0) / 1e9
     end = max((row.end_ns for row in window), default=0) / 1e9
+    warmup_tokens = sum(row.prompt_tokens or 0 for row in rows if row.phase != WINDOW)
     samples = read_lines(folder / SAMPLES)
     log_lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     return Collected(
@@ -48,20 +50,30 @@ def collect(folder: Path, traces: TraceSet, not_before_s: float) -> Collected:
         log=read_log(log_lines),
         samples=[{"at_s": round(sample["unix_s"] - begin, 3), "metrics": sample["metrics"]} for sample in samples] if window else [],
         window_s=end - begin,
-        counters_before=_sample_at(samples, begin, last_before=True),
-        counters_after=_sample_at(samples, end, last_before=False),
+        counters_before=counters_at_start(samples, begin, sum(row.prompt_tokens or 0 for row in rows if row.phase != WINDOW))
+        if window
+        else None,
+        # Nothing is sent after the window, so the last sample is the one that holds all of it.
+        counters_after=samples[-1]["metrics"] if samples and window else None,
     )
 
 
-def _sample_at(samples: list[dict[str, Any]], unix_s: float, *, last_before: bool) -> Mapping[str, Any] | None:
-    """The last sample at or before a moment, or the first one after it; the nearest there is otherwise."""
-    if not samples or not unix_s:
+def counters_at_start(samples: list[dict[str, Any]], begin_s: float, warmup_tokens: int) -> Mapping[str, Any] | None:
+    """The sample that holds the warm-up and nothing of the window.
+
+    Samples lag behind by up to a second, so the one nearest in time may miss the last warm-up requests or hold the first of the window.
+    The number of prompt tokens that the server has seen says better where it belongs.
+    """
+    if not samples:
         return None
-    before = [s for s in samples if s["unix_s"] <= unix_s]
-    after = [s for s in samples if s["unix_s"] > unix_s]
-    chosen = (before or after[:1])[-1] if last_before else (after or before[-1:])[0]
-    metrics: Mapping[str, Any] = chosen["metrics"]
-    return metrics
+    near = [s for s in samples if abs(s["unix_s"] - begin_s) <= NEAR_S] or [min(samples, key=lambda s: abs(s["unix_s"] - begin_s))]
+    wanted = _prompt_tokens(samples[0]["metrics"]) + warmup_tokens
+    chosen: Mapping[str, Any] = min(near, key=lambda s: abs(_prompt_tokens(s["metrics"]) - wanted))["metrics"]
+    return chosen
+
+
+def _prompt_tokens(metrics: Mapping[str, Any]) -> int:
+    return sum(int((rank.get("tokens") or {}).get("prompt_total", 0)) for rank in metrics.get("ranks") or [])
 
 
 def write_tables(folder: Path, collected: Collected) -> None:

@@ -18,10 +18,12 @@ from deepinfer_cli.bench.agentx_sets import GENERATED
 from deepinfer_cli.bench.agentx_traces import ideal_hit_share
 from deepinfer_cli.bench.agentx_verdict import Evidence, Verdict
 from deepinfer_cli.bench.aiperf_command import (
+    KEY_VARIABLE,
     AgentxPlan,
     arguments,
     child_environment,
     command_text,
+    launch_line,
     scratch_dir,
     special_environment,
 )
@@ -55,8 +57,10 @@ class Ending:
 class AgentxRun:
     """One run directory and one child."""
 
-    def __init__(self, call: Invocation, plan: AgentxPlan, harness: Harness, found: Preflight, api: Api, labels: Mapping[str, str]) -> None:
-        self._call, self._plan, self._harness, self._found, self._api = call, plan, harness, found, api
+    def __init__(
+        self, call: Invocation, plan: AgentxPlan, harness: Harness, found: Preflight, api: Api, labels: Mapping[str, str], key: str = ""
+    ) -> None:
+        self._call, self._plan, self._harness, self._found, self._api, self._key = call, plan, harness, found, api, key
         self.folder = new_run(call.paths.runs, "agentx")
         self.harness_dir, self.log = self.folder / HARNESS_DIR, self.folder / HARNESS_LOG
         self._clock, self._cpu = ClockWatch(), CpuWatch()
@@ -121,8 +125,8 @@ class AgentxRun:
         special = special_environment(self._call.environ, self.folder, self._plan.traces)
         (self.folder / "command.txt").write_text(command_text(str(self._harness.program), rows, special) + "\n", encoding="utf-8")
         environment = child_environment(self._call.environ, self.folder, self._plan.traces)
-        flat = [str(self._harness.program), *(word for row in rows for word in row)]
-        with HarnessProcess(flat, environment, self.log, self.folder) as child:
+        environment |= {KEY_VARIABLE: self._key} if self._key else {}
+        with HarnessProcess(launch_line(self._harness.program, rows, self._key), environment, self.log, self.folder) as child:
             return self._follow(child, sampler)
 
     def _follow(self, child: HarnessProcess, sampler: ServerSampler) -> Ending:

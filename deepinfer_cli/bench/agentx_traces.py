@@ -152,17 +152,18 @@ def ideal_hits(trace: Trace, *, page: int = PAGE, keep: int = KEEP) -> tuple[int
     A page counts when the blocks up to its end were sent before. `keep` last tokens are never reused; 0 counts every full page.
     """
     per_page = page // trace.block_size
-    known: set[tuple[int, ...]] = set()
+    # A page is known by its blocks and by which page came before it.
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     hits = tokens = 0
     for request in sorted(trace.requests, key=lambda r: r.at_s):
         limit = max(0, request.prompt_tokens - keep) // page
         tokens += request.prompt_tokens
-        run = True
+        before, seen = 0, True
         for index in range(len(request.blocks) // per_page):
-            prefix = request.blocks[: (index + 1) * per_page]
-            run = run and prefix in known
-            hits += page if run and index < limit else 0
-            known.add(prefix)
+            key = (before, request.blocks[index * per_page : (index + 1) * per_page])
+            seen = seen and key in numbers
+            hits += page if seen and index < limit else 0
+            before = numbers.setdefault(key, len(numbers) + 1)
     return hits, tokens
 
 

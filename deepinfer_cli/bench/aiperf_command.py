@@ -18,6 +18,13 @@ ENTRIES = 393  # sessions of the public corpus
 POOL_TRACES = 64
 # With either set, the harness takes a tokenizer's directory for a hub id and dies.
 OFFLINE_TRAPS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+# A server's key travels in the child's environment: arguments are visible to every user of the machine.
+KEY_VARIABLE = "_DIX_HARNESS_KEY"
+_WITH_KEY = f"""
+import os, runpy, sys
+sys.argv = [*sys.argv[1:], "--api-key", os.environ.pop("{KEY_VARIABLE}")]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +158,12 @@ def special_environment(environ: Mapping[str, str], run_dir: Path, traces: Trace
         if len(traces.traces) < POOL_TRACES:
             named["AIPERF_DATASET_WEKA_PARALLEL_WORKERS"] = "1"
     return named
+
+
+def launch_line(program: Path, rows: list[list[str]], key: str) -> list[str]:
+    """The child's whole argument vector. With a key, a line of Python adds it inside the process."""
+    flat = [str(program), *(word for row in rows for word in row)]
+    return [str(program.with_name("python")), "-c", _WITH_KEY, *flat] if key else flat
 
 
 def scratch_dir(run_dir: Path) -> Path:

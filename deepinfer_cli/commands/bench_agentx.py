@@ -134,7 +134,7 @@ def measure(call: Invocation, asked: object, port: int | None, url: str | None, 
     for index in range(repeats):
         if index and plan.cache == "cold" and found.can_reset:
             api.post("/reset_prefix_cache", {})
-        run = AgentxRun(call, agentx_plan.repeat(plan, index), found_harness, found, api, labels)
+        run = AgentxRun(call, agentx_plan.repeat(plan, index), found_harness, found, api, labels, key)
         head = f"agentx · {found.model} at {found.url} · {plan.traces.name} · {plan.concurrency} sessions · {plan.duration_s:g} s"
         call.ui.note(f"{head} · run {index + 1} of {repeats} · unofficial", "quiet")
         verdict, code = run.execute()

@@ -39,6 +39,7 @@ class Faults:
     probe_half: bool = False
     refuse_roles: bool = False
     answers_as: str = ""
+    key: str = ""
     context: int = 131072
 
 
@@ -109,6 +110,8 @@ class FakeServer:
             writer.close()
 
     async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
+        if self.faults.key and headers.get("authorization") != f"Bearer {self.faults.key}" and not path.endswith("metrics"):
+            return await self._plain(writer, 401, {"error": {"message": "no key", "code": "invalid_api_key"}})
         if path == "/v1/chat/completions":
             return await self._chat(headers, json.loads(body), writer)
         if path == "/reset_prefix_cache" and method == "POST":

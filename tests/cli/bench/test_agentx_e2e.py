@@ -16,13 +16,15 @@ from tests.cli.bench.agentx_fake_server import FakeServer, Faults, tokenizer_dir
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
-def measure(home: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, duration: str = "8s") -> tuple[int, dict[str, Any], Path]:
+def measure(
+    home: Path, monkeypatch: pytest.MonkeyPatch, faults: Faults, duration: str = "8s", *more: str
+) -> tuple[int, dict[str, Any], Path]:
     """Exit code, `run.json` and the run's directory of one small run."""
     monkeypatch.setenv("DIX_HOME", str(home))
     monkeypatch.chdir(home)
     with FakeServer(faults) as server:
         arguments = ["--url", server.url, "--tokenizer", str(tokenizer_dir(home / "tok")), "--traces", "bundled", "--concurrency", "3"]
-        code = main(["bench", "agentx", *arguments, "--duration", duration, "--warmup-duration", "1s", "--grace", "5s", "-q"])
+        code = main(["bench", "agentx", *arguments, "--duration", duration, "--warmup-duration", "1s", "--grace", "5s", "-q", *more])
     (folder,) = (home / "state" / "runs").iterdir()
     return code, json.loads((folder / "run.json").read_text()), folder
 
@@ -69,3 +71,13 @@ def test_chunks_of_several_tokens_do_not_flatter_tpot(tmp_path: Path, monkeypatc
     assert requests["tokens_per_chunk"].median() > 5
     # The server takes 1 ms a token; the first chunk's tokens come at once.
     assert 0.8 < requests["tpot_ms"].median() < 2.0
+
+
+def test_server_with_a_key_is_measured_and_the_key_is_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "sk-a-secret-of-this-test"
+    (tmp_path / "key").write_text(secret + "\n")
+    code, run, folder = measure(tmp_path, monkeypatch, with_faults(key=secret), "8s", "--set", f"server.api_key_file={tmp_path / 'key'}")
+    assert (code, run["counts"]["failed"]) == (0, 0)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []

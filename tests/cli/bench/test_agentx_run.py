@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from deepinfer_cli.api import Api
+from deepinfer_cli.bench.agentx_collect import counters_at_start
 from deepinfer_cli.bench.agentx_preflight import Preflight
 from deepinfer_cli.bench.agentx_run import AgentxRun, command_for, errors_between, restarts
 from deepinfer_cli.bench.aiperf_harness import Harness
@@ -207,6 +208,21 @@ def test_restarts_and_errors_are_read_from_the_server_s_own_counters() -> None:
         0,
     )
     assert (errors_between(before, after), errors_between(before, None)) == (3, None)
+
+
+def sample(at_s: float, prompt_tokens: int) -> dict[str, Any]:
+    return {"unix_s": at_s, "metrics": {"at": at_s, "ranks": [{"tokens": {"prompt_total": prompt_tokens}}]}}
+
+
+def test_counters_at_the_window_s_start_hold_the_warmup_and_nothing_else() -> None:
+    late = [sample(90.0, 500), sample(99.0, 900), sample(99.9, 1100), sample(100.4, 1500), sample(101.0, 1900), sample(130.0, 9000)]
+    chosen = counters_at_start(late, 100.0, 1000)
+    assert chosen is not None
+    assert chosen["at"] == 100.4
+    assert counters_at_start([], 100.0, 1000) is None
+    only = counters_at_start([sample(50.0, 0)], 100.0, 1000)
+    assert only is not None
+    assert only["at"] == 50.0
 
 
 def test_command_that_repeats_a_run_names_its_traces() -> None:
