@@ -129,27 +129,34 @@ def _text(key: str, value: Any) -> str:
 
 def _verify(
     call: Invocation,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoints, prompts.json and vectors-*.safetensors.")],
-    mode: Annotated[str, typer.Option("--mode", metavar="|".join(MODES), help="Arithmetic to check.")] = "fp32",
-    chunk: Annotated[int, typer.Option("--chunk", metavar="N", min=0, help="Tokens per prefill step; 0 takes the whole prompt.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=0, help="Prompts at once; 0 takes all.")] = 1,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Holds checkpoints, prompts.json and vectors-*.safetensors.")],
+    mode: Annotated[
+        str | None, typer.Option("--mode", metavar="|".join(MODES), help="Arithmetic to check.  [default: every mode with vectors]")
+    ] = None,
+    chunk: Annotated[
+        list[int] | None,
+        typer.Option("--chunk", metavar="N", help="Tokens per prefill step, 0 for whole prompts.  [default: 16, 64 and 0]"),
+    ] = None,
+    block_size: Annotated[int, typer.Option("--block-size", metavar="N", min=1, help="Tokens per cache block.")] = 16,
 ) -> int:
     """Check the serving engine against reference logits: chunked prefill and decode from the paged cache.
 
       dix model verify tests/golden/model
-      dix model verify tests/golden/model --mode fp32-qdq --chunk 64 --batch 0
+      dix model verify tests/golden/model --mode fp32-qdq --chunk 64
 
     Exit code 1 when a prompt is outside the stated tolerances.
     Next: dix serve
     """
-    if mode not in MODES:
+    if mode is not None and mode not in MODES:
         raise ConfigError(f"--mode is {mode!r}", hint=f"one of: {', '.join(MODES)}")
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory", hint="dix model verify tests/golden/model")
-    from deepinfer_cli.verification import run_verify, show_verify
+    if any(size < 0 for size in chunk or ()):
+        raise ConfigError(f"--chunk is {min(chunk or ())}", hint="0 for whole prompts, or a number of tokens")
+    from deepinfer_cli import verification
 
-    report = run_verify(directory, mode, chunk, batch)
-    show_verify(call, report, directory, mode)
+    report = verification.verify(call, directory, mode, chunk or [], block_size)
+    verification.show(call, report)
     return ExitCode.OK if report.passed else ExitCode.NO
 
 
