@@ -93,40 +93,39 @@ class Indexer:
         size = text.candidate_block_size
         picked = torch.full((len(rows), min(text.index_topk, num_entries)), -1, dtype=torch.int64, device=x.device)
         kept = torch.zeros(len(rows), -(-num_entries // size), dtype=torch.bool, device=x.device) if filtered else None
-        for first, last, begin, end in self._groups(rows, num_entries):
-            shape = (last - first, (end - begin) // (last - first))
-            visible = count[begin:end]
-            entries = int(visible.max())
-            if entries == 0:
-                continue
-            keys = self._keys(first, last, entries, inputs, cache)
-            scores = index_scores(
-                q[begin:end].unflatten(0, shape), weights[begin:end].unflatten(0, shape), keys, visible.view(shape)
-            ).flatten(0, 1)
-            if kept is not None:
-                blocks = candidate_blocks(scores, visible, text.candidate_topk_blocks, size)
-                kept[begin:end, : blocks.shape[1]] = blocks
-            if allowed is not None:
-                mask = allowed[begin:end].repeat_interleave(size, 1)[:, :entries]
-                scores = scores.masked_fill_(~mask, float("-inf"))
-            best = select_topk(scores, text.index_topk)
-            picked[begin:end, : best.shape[1]] = best
+        for first, last, pieces in self._groups(rows, num_entries):
+            keys = self._keys(first, last, int(count[pieces[0][0] : pieces[-1][1]].max()), inputs, cache)
+            for begin, end in pieces:
+                shape, visible = (last - first, (end - begin) // (last - first)), count[begin:end]
+                part = keys[:, : int(visible.max())]
+                if part.shape[1] == 0:
+                    continue
+                query, weight = q[begin:end].unflatten(0, shape), weights[begin:end].unflatten(0, shape)
+                scores = index_scores(query, weight, part, visible.view(shape)).flatten(0, 1)
+                if kept is not None:
+                    blocks = candidate_blocks(scores, visible, text.candidate_topk_blocks, size)
+                    kept[begin:end, : blocks.shape[1]] = blocks
+                if allowed is not None:
+                    mask = allowed[begin:end].repeat_interleave(size, 1)[:, : scores.shape[1]]
+                    scores = scores.masked_fill_(~mask, float("-inf"))
+                best = select_topk(scores, text.index_topk)
+                picked[begin:end, : best.shape[1]] = best
         return picked, kept
 
-    def _groups(self, rows: Rows, num_entries: int) -> list[tuple[int, int, int, int]]:
-        """(first sequence, last, first row, last) of pieces with equally many rows per sequence and bounded memory."""
+    def _groups(self, rows: Rows, num_entries: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """(first sequence, last, pieces of rows): sequences with equally many rows side by side, or one in pieces of bounded memory."""
         lens = [end - begin for begin, end in rows.bounds]
         per_row = 4 * num_entries * (self.text.index_n_heads + 2)
-        per_seq = 4 * num_entries * self.text.index_head_dim
-        if len(set(lens)) == 1 and per_seq + lens[0] * per_row <= _GROUP_BYTES:
-            step = _GROUP_BYTES // (per_seq + lens[0] * per_row)
-            return [
-                (first, min(first + step, len(lens)), rows.bounds[first][0], rows.bounds[min(first + step, len(lens)) - 1][1])
-                for first in range(0, len(lens), step)
-            ]
+        per_seq = 4 * num_entries * self.text.index_head_dim + lens[0] * per_row
+        if len(set(lens)) == 1 and per_seq <= _GROUP_BYTES:
+            step = _GROUP_BYTES // per_seq
+            lasts = [(first, min(first + step, len(lens))) for first in range(0, len(lens), step)]
+            return [(first, last, [(rows.bounds[first][0], rows.bounds[last - 1][1])]) for first, last in lasts]
         step = max(1, _GROUP_BYTES // per_row)
         return [
-            (seq, seq + 1, part, min(part + step, end)) for seq, (begin, end) in enumerate(rows.bounds) for part in range(begin, end, step)
+            (seq, seq + 1, [(part, min(part + step, end)) for part in range(begin, end, step)])
+            for seq, (begin, end) in enumerate(rows.bounds)
+            if end > begin
         ]
 
     def _keys(self, first: int, last: int, num_entries: int, inputs: StepInputs, cache: KVCache) -> Tensor:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -119,6 +120,26 @@ def test_poisoned_memory_of_others_does_not_leak_in(whole):
     assert (prefill(seqs[0], [31, 98]) - whole[:129]).abs().max() <= EXACT
     prefill(seqs[1], [36])
     assert (decode(seqs)[0, 0] - whole[129]).abs().max() <= EXACT
+
+
+def test_window_rows_before_the_valid_start_are_never_read(runner):
+    seq = Seq(runner, PROMPTS[2], 1)
+    prefill(seq, [40])
+    ring = runner.kv.ring_rows
+    runner.kv.rings[:, [ring + p % ring for p in range(24, 30)]] = float("nan")
+    part = seq.slice(45)
+    assert runner.run(Batch(StepKind.PREFILL, [dataclasses.replace(part, swa_valid_start=30)])).isfinite().all()
+    seq.done = 40
+    assert not decode([seq])[0].isfinite().all()
+
+
+def test_long_sequences_are_scored_in_pieces_of_bounded_memory(runner, whole, monkeypatch):
+    monkeypatch.setattr("engine.models.indexer._GROUP_BYTES", 20_000)
+    assert (prefill(Seq(runner, PROMPTS[2], 1), [100, 30]) - whole).abs().max() <= EXACT
+    seqs = [Seq(runner, PROMPTS[2], slot) for slot in (1, 2, 3)]
+    for seq in seqs:
+        prefill(seq, [129])
+    assert (decode(seqs)[:, 0] - whole[129]).abs().max() <= EXACT
 
 
 KEEP = 24

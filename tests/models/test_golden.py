@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.batch import Batch, LogitRows, StepKind
 from engine.models.draft import DraftSlice
 from tests.models.golden import PROMPTS, Recorder, Seq, decode, golden_runner, prefill, vectors
 
@@ -127,3 +128,26 @@ def test_drafts_of_a_batch_equal_single_drafts():
     first = [stored[f"p{n}.gen_tokens"][0].item() for n in (0, 2)]
     both = runner.draft([DraftSlice(t, len(s.ids) - 1, s.slot) for t, s in zip(first, seqs, strict=True)])
     assert both.token_ids.tolist() == [stored[f"p{n}.draft_tokens"][0, 1:].tolist() for n in (0, 2)]
+
+
+def test_draft_after_decode_equals_draft_after_prefill():
+    runner = golden_runner("F", draft=True)
+    slow, fast = Seq(runner, PROMPTS[2], 1), Seq(runner, PROMPTS[2], 2)
+    prefill(slow, [61, 38])
+    for _ in range(31):
+        decode([slow])
+    prefill(fast, [130])
+    one, two = (runner.draft([DraftSlice(9, 129, s.slot)]) for s in (slow, fast))
+    assert (one.logits - two.logits).abs().max() <= EXACT
+
+
+def test_draft_after_a_compact_prefill_equals_draft_after_a_masked_one():
+    drafts = {}
+    for mode in ("mask", "compact"):
+        runner = golden_runner("F", draft=True, yoco_mode=mode, yoco_keep_tokens=24)
+        seq = Seq(runner, PROMPTS[2], 1)
+        for end in (90, 120, 130):
+            runner.run(Batch(StepKind.PREFILL, [seq.slice(end, LogitRows.NONE)]))
+        drafts[mode] = runner.draft([DraftSlice(9, 129, 1)])
+    assert drafts["mask"].token_ids.tolist() == drafts["compact"].token_ids.tolist()
+    assert (drafts["mask"].logits - drafts["compact"].logits).abs().max() <= EXACT
