@@ -17,7 +17,7 @@ from engine.kv_cache import CacheShape, KVCache, block_bytes
 from engine.loader import Checkpoint, RandomWeights, model_fingerprint, open_checkpoint
 from engine.models.config import ModelConfig, load_config
 from engine.models.deepseek_v41 import DeepseekV41
-from engine.models.draft import DraftModel, DraftOutput, DraftSlice
+from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
 from engine.models.engram_tables import token_map, tokenizer_size
 from engine.models.inputs import InputBuilder, Truncation
 from engine.models.numerics import Numerics
@@ -96,11 +96,11 @@ class ModelRunner:
         return self._backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
 
     @torch.inference_mode()
-    def draft(self, slices: list[DraftSlice]) -> DraftOutput:
-        """Draft a block of tokens for each slice, greedily. Needs a runner made with `draft=True`."""
+    def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> DraftOutput:
+        """Draft a block of tokens for each slice, greedily unless `choose` picks them. Needs a runner made with `draft=True`."""
         assert self._drafting, "this runner was made without draft=True, or the model has no draft stages"
         assert self._draft is not None
-        return self._draft(slices, self._backbone, self.kv, self._plain)
+        return self._draft(slices, self._backbone, self.kv, self._plain, choose)
 
 
 def _load(
@@ -239,7 +239,7 @@ def _limits(config: EngineConfig, model: ModelConfig, shape: CacheShape, precisi
         mode=mode,
         ngram_history=text.ngram_history,
         fingerprint=model_fingerprint(path, config.load_format, config.seed),
-        draft_block_size=text.dspark_block_size if text.num_stages else 0,
+        draft_block_size=text.dspark_block_size if shape.num_draft_stages else 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ from engine.models.numerics import Linear, Numerics
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotation
 from engine.ops.sparse_attention import Selection
+
+# Chooses the proposals of one place in the block: (place, logits [B, V] fp32) -> [B] int64.
+Choose = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,10 @@ class DraftModel:
             key = stage.attention.main_key(x, rows.rotations.plain)
             ring.index_copy_(0, rows.store_slots, key if rows.store_rows is None else key.index_select(0, rows.store_rows))
 
-    def __call__(self, slices: list[DraftSlice], backbone: DeepseekV41, cache: KVCache, frequencies: Tensor) -> DraftOutput:
-        """Draft greedily for several sequences. frequencies: [R/2] of the plain rotary table."""
+    def __call__(
+        self, slices: list[DraftSlice], backbone: DeepseekV41, cache: KVCache, frequencies: Tensor, choose: Choose | None = None
+    ) -> DraftOutput:
+        """Draft for several sequences, greedily without `choose`. frequencies: [R/2] of the plain rotary table."""
         size, device = self.text.dspark_block_size, frequencies.device
         position = torch.tensor([s.position for s in slices], device=device)
         ids = torch.full((len(slices), size), self.text.dspark_noise_token_id, device=device)
@@ -92,7 +98,7 @@ class DraftModel:
         pre = first_mix(len(h), self.text.hc_mult, device)
         for number, stage in enumerate(self.stages):
             h, pre = self._run_stage(stage, h, pre, rot, cache.rings[self.text.num_hidden_layers + number], seen)
-        return self._propose(collapse(h, pre), ids[:, 0], backbone)
+        return self._propose(collapse(h, pre), ids[:, 0], backbone, choose or _most_likely)
 
     def _window(self, slices: list[DraftSlice], position: Tensor, cache: KVCache) -> Selection:
         """The same window of main keys for all queries of a block: the last W positions up to `position`."""
@@ -110,7 +116,7 @@ class DraftModel:
         y = stage.attention.attend(latent, rot, rot.conj_physical(), [(ring, seen[0]), (key, seen[1])])
         return stage.feed_forward(expand(y, h, post, comb), next_pre, -1)
 
-    def _propose(self, x: Tensor, first: Tensor, backbone: DeepseekV41) -> DraftOutput:
+    def _propose(self, x: Tensor, first: Tensor, backbone: DeepseekV41, choose: Choose) -> DraftOutput:
         """Walk through the block: each proposal shifts the logits of the next position. x: [B*N, C], first: [B]."""
         size = self.text.dspark_block_size
         base = backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps)).unflatten(0, (-1, size))
@@ -120,6 +126,10 @@ class DraftModel:
             markov = self.markov_embed[previous].float()
             logits.append(base[:, i] + linear(markov, self.markov_head))
             confidence.append(linear(torch.cat((states[:, i], markov), 1), self.confidence)[:, 0])
-            previous = logits[-1].argmax(-1)
+            previous = choose(i, logits[-1])
             ids.append(previous)
         return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(logits, 1))
+
+
+def _most_likely(place: int, logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
