@@ -44,9 +44,11 @@ class Engram:
             scale=scale,
             wkv=Linear(source.tensor(f"{prefix}.wkv.weight", numerics.dtype), numerics.quantize_inputs),
             weight=query * key,
-            multipliers=torch.tensor(hash_multipliers(layer, text.engram_max_ngram_size, text.engram_compressed_vocab_size)),
-            primes=torch.tensor(primes).view(shape),
-            offsets=torch.tensor(column_offsets(primes)).view(shape),
+            multipliers=torch.tensor(
+                hash_multipliers(layer, text.engram_max_ngram_size, text.engram_compressed_vocab_size), device=query.device
+            ),
+            primes=torch.tensor(primes, device=query.device).view(shape),
+            offsets=torch.tensor(column_offsets(primes), device=query.device).view(shape),
             pad_id=pad_id,
             eps=text.rms_norm_eps,
         )

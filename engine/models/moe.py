@@ -36,14 +36,14 @@ class MoE:
     def load(source: WeightSource, prefix: str, text: TextConfig, numerics: Numerics, num_experts: int, num_chosen: int) -> MoE:
         """prefix: `layers.3.ffn`."""
         inner, hidden = text.moe_intermediate_size, text.hidden_size
-        w13 = torch.empty(num_experts + 1, 2 * inner, hidden, dtype=numerics.dtype)
-        w2 = torch.empty(num_experts + 1, hidden, inner, dtype=numerics.dtype)
+        gate, bias, bias_vl = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("weight", "bias", "bias_vl"))
+        w13 = torch.empty(num_experts + 1, 2 * inner, hidden, dtype=numerics.dtype, device=gate.device)
+        w2 = torch.empty(num_experts + 1, hidden, inner, dtype=numerics.dtype, device=gate.device)
         for expert in range(num_experts + 1):
             name = f"{prefix}.experts.{expert}" if expert < num_experts else f"{prefix}.shared_experts"
             w13[expert, :inner] = source.tensor(f"{name}.w1.weight", numerics.dtype)
             w13[expert, inner:] = source.tensor(f"{name}.w3.weight", numerics.dtype)
             w2[expert] = source.tensor(f"{name}.w2.weight", numerics.dtype)
-        gate, bias, bias_vl = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("weight", "bias", "bias_vl"))
         return MoE(gate, bias, bias_vl, w13, w2, num_chosen, text, numerics.quantize_inputs)
 
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:

@@ -13,19 +13,20 @@ from engine.ops.weight_formats import decode_table_rows
 def engram_gather(rows: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Concatenate the selected rows of each position.
 
-    rows: [T, K] int64. table: [N, D] e4m3 with scale [N, D/32] uint8, or float with scale None. Returns [T, K*D] of `dtype`.
+    rows: [T, K] int64. table: on any device, [N, D] e4m3 with scale [N, D/32] uint8, or float with scale None. Returns [T, K*D] of `dtype`.
     """
     check(rows.ndim == 2 and table.ndim == 2, "engram_gather", rows=rows, table=table)
     return ENGRAM_GATHER(rows, table, scale, dtype)
 
 
 def _reference(rows: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    flat = rows.flatten()
+    # A table on the host is read there: only the few selected rows travel.
+    flat = rows.flatten().to(table.device)
     if scale is None:
-        return table.index_select(0, flat).to(dtype).view(rows.shape[0], -1)
+        return table.index_select(0, flat).to(rows.device, dtype).view(rows.shape[0], -1)
     # Indexing of float8 tensors is not supported everywhere; bytes always are.
     picked = table.view(torch.uint8).index_select(0, flat).view(torch.float8_e4m3fn)
-    return decode_table_rows(picked, scale.index_select(0, flat), dtype).view(rows.shape[0], -1)
+    return decode_table_rows(picked.to(rows.device), scale.index_select(0, flat).to(rows.device), dtype).view(rows.shape[0], -1)
 
 
 ENGRAM_GATHER = Op("engram_gather", reference=_reference, tolerance=Tolerance())
