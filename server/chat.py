@@ -31,10 +31,11 @@ async def create(front: Front, http: HttpRequest) -> Response:
     front.metrics.received_total += 1
     body = await read_object(http, front.config.max_body_bytes, front.workers)
     request = parse_common(body, front.bounds, chat=True)
-    front.metrics.unknown_fields.update(request.unknown)
+    front.metrics.note_unknown(request.unknown)
     if body.get("messages") is None:
         raise ApiError(400, "missing_field", "messages is missing", param="messages")
     rendered = await front.workers.run(front.text.render_chat, body)
+    front.metrics.oddities["history_missing_reasoning"] += rendered.missing_reasoning
     thinking = rendered.thinking
     default = default_max_tokens(thinking.enabled, thinking.number >= MAX_EFFORT)
     max_tokens = resolve_max_tokens(front, request, len(rendered.token_ids), default)

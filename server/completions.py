@@ -32,6 +32,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
     front.metrics.received_total += 1
     body = await read_object(http, front.config.max_body_bytes, front.workers)
     request = parse_common(body, front.bounds, chat=False)
+    front.metrics.note_unknown(request.unknown)
     refuse_plain_extras(body)
     prompts = await front.workers.run(_encode_all, front, parse_prompts(body, front.limits.vocab_size))
     limits = [resolve_max_tokens(front, request, len(ids), DEFAULT_TOKENS) for ids in prompts]

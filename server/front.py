@@ -81,7 +81,7 @@ class Control:
                 watchdog.deaths_total += message["kind"] == "death"
                 watchdog.hangs_total += message["kind"] == "hang"
                 pool.dead = not message["restarting"]
-                failed = pool.fail_all(Unavailable("rank_failed", f"the engine failed: {message['message']}", retry_after_s=2))
+                failed = pool.fail_all(Unavailable("rank_failed", "an engine process failed and its requests were ended", retry_after_s=2))
                 watchdog.failed_requests_total += failed
                 pool.router.forget(view.rank for view in pool.ranks)
                 log.error("%s; failed %d open requests", message["message"], failed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.requests import Request as HttpRequest
 
@@ -89,6 +89,8 @@ class Generation:
         self.closed = True
         self.front.pool.close(self.ticket)
         self.front.metrics.finish(self.ticket, self.outcome)
+        for choice in self.choices:
+            self.front.metrics.oddities.update(asdict(choice.parser.counts))
         if self.outcome in ("stop", "length", "tool_calls"):
             choice = self.choices[0]
             self.front.pool.router.finished(self.prompt_ids + choice.token_ids, len(self.prompt_ids), self.ticket.rank)

@@ -20,6 +20,7 @@ from server.state import ProcessRecord
 
 TERM_PATIENCE_S = 10.0
 STACK_DUMP_S = 1.0
+ECHO_PATIENCE_S = 1.0  # a killed process is seen dead once its memory is gone, which peers notice earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class ProcessGroup:
         self._control_lines: LineReader | None = None
         self._reports: list[LineReader] = []
         self._fatal: dict[int, dict[str, Any]] = {}
+        self._echo_since_s: float | None = None
 
     def start_front(self) -> None:
         ours, theirs = socket.socketpair()
@@ -71,6 +73,7 @@ class ProcessGroup:
     def start_ranks(self) -> None:
         self.generation += 1
         self._fatal.clear()
+        self._echo_since_s = None
         self.tell_front({"op": "generation", "generation": self.generation})
         self.launch.rendezvous_path(self.generation).unlink(missing_ok=True)
         for rank in range(self.launch.engine.dp):
@@ -120,19 +123,34 @@ class ProcessGroup:
         return messages
 
     def failure(self) -> Failure | None:
-        """The first thing wrong with any child. A child's own words are preferred over its exit status, a cause over its echo in peers."""
+        """The first thing wrong with any child. A cause is preferred over its echo in peers: a rank that only lost a peer is not blamed
+        while the peer that is dying may still be seen dead.
+        """
         reap_orphans({pid for child in self.children for pid in (child.pid, child.guard.pid)})
         dead = [child for child in self.children if not child.alive]
         if dead:
             self.read()
-            causes = [child for child in dead if not self._fatal.get(child.rank, {}).get("echo")]
-            return self._describe_death((causes or dead)[0])
+        causes = [child for child in dead if not self._is_echo(child.rank)]
+        if causes:
+            return self._describe_death(causes[0])
         if self._fatal:
-            return self._describe_fatal(min(self._fatal, key=lambda rank: bool(self._fatal[rank].get("echo"))))
+            return self._describe_fatals()
         for child in self.ranks:
             if complaint := self.heartbeats.read(child.rank).complaint:
                 return Failure("hang", child.rank, f"rank {child.rank} hangs: {complaint}")
         return None
+
+    def _is_echo(self, rank: int) -> bool:
+        return bool(self._fatal.get(rank, {}).get("echo"))
+
+    def _describe_fatals(self) -> Failure | None:
+        blamed = min(self._fatal, key=self._is_echo)
+        if self._is_echo(blamed):
+            if self._echo_since_s is None:
+                self._echo_since_s = time.monotonic()
+            if time.monotonic() - self._echo_since_s < ECHO_PATIENCE_S:
+                return None
+        return self._describe_fatal(blamed)
 
     def _describe_fatal(self, rank: int) -> Failure:
         message = self._fatal[rank]

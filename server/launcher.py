@@ -162,13 +162,24 @@ def start(
         raise ConfigError(
             f'a server named "{name}" is running already (pid {previous.supervisor.pid})', hint=f"dix stop {name}, or choose another --name"
         )
+    process = _spawn_background(launch, state_dir, api_keys or [])
+    events_path = directory / EVENTS_NAME
+    limit_s = server.ready_timeout_s if ready_timeout_s is None else ready_timeout_s
+    try:
+        return _wait_ready(process, events_path, directory, on_event, limit_s)
+    except BaseException:
+        _end_background(process)
+        raise
+
+
+def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str]) -> subprocess.Popen[bytes]:
+    """A supervisor in a session of its own. Keys travel through a pipe: others can read command lines, and files stay behind."""
+    directory = Path(launch.server_dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     request = directory / "start.json"
     with open(os.open(request, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(launch))
-    events_path = directory / EVENTS_NAME
-    events_path.write_bytes(b"")
-    # Keys travel through a pipe: command lines and files are easier to read for others than a pipe.
+    (directory / EVENTS_NAME).write_bytes(b"")
     with (directory / "supervisor.out").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "server.launcher", str(request), str(state_dir)],
@@ -178,14 +189,9 @@ def start(
             start_new_session=True,
         )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(api_keys or []).encode())
+    process.stdin.write(json.dumps(api_keys).encode())
     process.stdin.close()
-    limit_s = server.ready_timeout_s if ready_timeout_s is None else ready_timeout_s
-    try:
-        return _wait_ready(process, events_path, directory, on_event, limit_s)
-    except BaseException:
-        _end_background(process)
-        raise
+    return process
 
 
 def _wait_ready(process: subprocess.Popen[bytes], events_path: Path, directory: Path, on_event: OnEvent, limit_s: float) -> ServerState:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -19,6 +20,7 @@ FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 REJECTIONS = ("400", "401", "404", "413", "429", "503")
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+MAX_UNKNOWN_NAMES = 256
 HISTOGRAMS = {
     "time_to_first_token_seconds": SECONDS,
     "inter_token_latency_seconds": SECONDS,
@@ -30,6 +32,8 @@ HISTOGRAMS = {
     "request_generation_tokens": TOKENS,
     "iteration_tokens_total": TOKENS,
 }
+
+log = logging.getLogger("front")
 
 
 @dataclass(slots=True)
@@ -54,10 +58,13 @@ class FrontMetrics:
     finished: Counter[str] = field(default_factory=Counter)
     finished_by_rank: Counter[tuple[int, str]] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
-    unknown_fields: Counter[str] = field(default_factory=Counter)
+    unknown_fields_total: int = 0
+    # Oddities of conversations and outputs: history_missing_reasoning, malformed_calls, undeclared_calls, ...
+    oddities: Counter[str] = field(default_factory=Counter)
     watchdog: Watchdog = field(default_factory=Watchdog)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     histograms: dict[str, Histogram] = field(default_factory=dict)
+    _unknown_seen: set[str] = field(default_factory=set)
     _children: dict[tuple[str, int], Histogram] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,6 +102,14 @@ class FrontMetrics:
         if ticket.first_output_s is not None:
             self.observe("request_decode_time_seconds", ticket.rank, now - ticket.first_output_s)
 
+    def note_unknown(self, names: list[str]) -> None:
+        """Fields that mean nothing here are counted, and logged once per name; the memory of names is bounded."""
+        self.unknown_fields_total += len(names)
+        for name in names:
+            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_NAMES:
+                self._unknown_seen.add(name)
+                log.info("unknown request field %r is ignored", name[:64])
+
     def reject(self, status: int) -> None:
         if str(status) in REJECTIONS:
             self.rejected[str(status)] += 1
@@ -102,15 +117,12 @@ class FrontMetrics:
 
 def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str, Any]:
     """The document of /deepinfer/metrics. Numbers only; built from the last snapshots, so a dead rank never delays it."""
-    tickets = [ticket for view in pool.ranks for ticket in view.tickets.values()]
     totals = empty_record()
     ranks = []
     for view in pool.ranks:
         totals = added(totals, added(view.stats, view.retired))
-        beat = pool.heartbeats.read(view.rank)
         head: Record = {"rank": view.rank, "pid": view.pid, "state": "ready" if pool.serving else "starting", "generation": pool.generation}
-        ranks.append({**head, "heartbeat_age_s": round(beat.loop_age_s, 3), **view.stats})
-    counts = pool.router.counts
+        ranks.append({**head, "heartbeat_age_s": round(pool.heartbeats.read(view.rank).loop_age_s, 3), **view.stats})
     return {
         "schema": 1,
         "time": time.time(),
@@ -118,28 +130,22 @@ def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str
         "uptime_s": time.monotonic() - metrics.started_s,
         "model": metrics.model,
         "state": state,
-        "requests": {
-            "received_total": metrics.received_total,
-            "admitted_total": metrics.admitted_total,
-            "finished_total": {reason: metrics.finished[reason] for reason in FINISH_REASONS},
-            "rejected_total": {status: metrics.rejected[status] for status in REJECTIONS},
-            "active": sum(not ticket.queued for ticket in tickets),
-            "queued": sum(ticket.queued for ticket in tickets),
-            "streams_open": metrics.streams_open,
-        },
-        "routing": {
-            "keys": pool.router.num_keys,
-            "affine_total": counts.affine_total,
-            "content_total": counts.content_total,
-            "load_total": counts.load_total,
-            "moved_total": counts.moved_total,
-        },
-        "watchdog": {
-            "deaths_total": metrics.watchdog.deaths_total,
-            "hangs_total": metrics.watchdog.hangs_total,
-            "restarts_total": metrics.watchdog.restarts_total,
-            "failed_requests_total": metrics.watchdog.failed_requests_total,
-        },
+        "requests": _requests(metrics, pool),
+        "routing": {"keys": pool.router.num_keys, **asdict(pool.router.counts)},
+        "watchdog": asdict(metrics.watchdog),
         "ranks": ranks,
         "totals": totals,
+    }
+
+
+def _requests(metrics: FrontMetrics, pool: RankPool) -> dict[str, Any]:
+    tickets = [ticket for view in pool.ranks for ticket in view.tickets.values()]
+    return {
+        "received_total": metrics.received_total,
+        "admitted_total": metrics.admitted_total,
+        "finished_total": {reason: metrics.finished[reason] for reason in FINISH_REASONS},
+        "rejected_total": {status: metrics.rejected[status] for status in REJECTIONS},
+        "active": sum(not ticket.queued for ticket in tickets),
+        "queued": sum(ticket.queued for ticket in tickets),
+        "streams_open": metrics.streams_open,
     }

@@ -36,6 +36,7 @@ def _off_device(leaf: str) -> Reader:
     return lambda record: _leaf("prefix_cache", "tiers", "host", leaf)(record) + _leaf("prefix_cache", "tiers", "disk", leaf)(record)
 
 
+ODDITIES = ("history_missing_reasoning", "malformed_calls", "undeclared_calls", "invalid_json_values", "duplicate_parameters")
 GAUGES: dict[str, Reader] = {
     "num_requests_running": _leaf("running"),
     "num_requests_waiting": _leaf("waiting"),
@@ -121,6 +122,8 @@ class RankCollector(Collector):
             ("rank_deaths", self.metrics.watchdog.deaths_total),
             ("rank_hangs", self.metrics.watchdog.hangs_total),
             ("rank_restarts", self.metrics.watchdog.restarts_total),
+            ("unknown_fields", self.metrics.unknown_fields_total),
+            *((name, self.metrics.oddities[name]) for name in ODDITIES),
         ):
             yield CounterMetricFamily(f"deepinfer:{name}", name.replace("_", " "), value=value)
         rejected = CounterMetricFamily("deepinfer:requests_rejected", "requests refused, by status", labels=("status",))

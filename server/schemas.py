@@ -141,19 +141,14 @@ def parse_common(body: dict[str, Any], bounds: Bounds, *, chat: bool) -> CommonR
         BadRequest: names the field. ApiError: 404 for another model.
     """
     f = Fields(body)
-    model = check_model(f, bounds.served_names)
     _refuse_unsupported(f)
-    max_tokens = _max_tokens(f, bounds.max_tokens_limit)
-    min_tokens = f.integer("min_tokens", 0, bounds.max_tokens_limit, 0) or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise f.fail("min_tokens", "must not exceed max_tokens")
+    min_tokens, max_tokens = _token_limits(f, bounds.max_tokens_limit)
     stream, include_usage, continuous = _stream(f)
     logprobs, top_logprobs = _chat_logprobs(f) if chat else _plain_logprobs(f)
     read, write = _prefix_cache(f)
-    n = f.integer("n", 1, MAX_CHOICES, 1) or 1
     return CommonRequest(
-        model=model,
-        n=n,
+        model=check_model(f, bounds.served_names),
+        n=f.integer("n", 1, MAX_CHOICES, 1) or 1,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous,
@@ -217,9 +212,14 @@ def _refuse_unsupported(f: Fields) -> None:
     f.integer("cache_priority", 0, 100)
 
 
-def _max_tokens(f: Fields, limit: int) -> int | None:
+def _token_limits(f: Fields, limit: int) -> tuple[int, int | None]:
+    """(least, most) tokens of the answer; of the two names of the limit the newer one wins."""
     plain = f.integer("max_tokens", 1, limit)
-    return f.integer("max_completion_tokens", 1, limit, plain)
+    most = f.integer("max_completion_tokens", 1, limit, plain)
+    least = f.integer("min_tokens", 0, limit, 0) or 0
+    if most is not None and least > most:
+        raise f.fail("min_tokens", "must not exceed max_tokens")
+    return least, most
 
 
 def _top_k(f: Fields) -> int:

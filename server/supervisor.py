@@ -255,5 +255,5 @@ class Supervisor:
         write_state(Path(self.launch.server_dir), self.state)
 
     def _emit(self, event: str, **values: Any) -> None:
-        log.info("%s %s", event, values, extra={"event": event})
+        log.log(logging.DEBUG if event == "progress" else logging.INFO, "%s %s", event, values, extra={"event": event})
         self.on_event({"event": event, "time": time.time(), "elapsed_s": time.monotonic() - self.started_s, "pid": os.getpid(), **values})

@@ -96,9 +96,24 @@ def test_prometheus_speaks_both_dialects_and_matches_the_json(fake: FakeServer) 
         for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
             assert values[f"{namespace}:{name}_count{labels}"] > 0
     assert values[f"vllm:external_prefix_cache_hits_total{labels}"] == totals["prefix_cache"]["tiers"]["host"]["hit_tokens_total"]
-    assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="fake"}}' in values
+    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}' in values
     declared = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(declared) == len(set(declared)), "a name is declared once"
+
+
+def test_oddities_of_requests_and_outputs_are_counted(fake: FakeServer) -> None:
+    def values() -> dict[str, float]:
+        lines = [line for line in httpx.get(f"{fake.url}/metrics").text.splitlines() if not line.startswith("#")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    before = values()
+    fake.script('\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="undeclared">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>')
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    body = {"messages": history, "tools": [{"type": "function", "function": {"name": "f"}}], "made_up": 1}
+    httpx.post(f"{fake.url}/v1/chat/completions", json=body)
+    after = values()
+    for name in ("history_missing_reasoning", "undeclared_calls", "unknown_fields"):
+        assert after[f"deepinfer:{name}_total"] == before[f"deepinfer:{name}_total"] + 1, name
 
 
 def start_and_drop(server: FakeServer, body: dict[str, Any], wait_for: str) -> None:

@@ -73,10 +73,9 @@ def test_any_field_value_parses_or_is_a_bad_request(value: Any) -> None:
     for name in names:
         try:
             parsed = parse_common({name: value}, BOUNDS, chat=True)
-        except BadRequest as error:
-            assert error.message
-        else:
-            parsed.params(0, 16)
+        except BadRequest:
+            continue
+        parsed.params(0, 16)
 
 
 def test_nesting_limit_is_sixty_four() -> None:
