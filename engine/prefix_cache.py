@@ -59,6 +59,10 @@ class PrefixCache:
     ) -> None:
         self._config, self._keep_tokens, self._clock = config, keep_tokens, clock
         self._page_tokens = kv.block_size
+        needed = kv.window + kv.block_size + keep_tokens
+        assert kv.ring_rows >= needed, (
+            f"rings of {kv.ring_rows} rows lose the windows at s0 and s1 before the prefill ends; {needed} are needed"
+        )
         self.mover = PageMover(config, kv, arena_bytes(config, kv.blocks.device.type) if num_bytes is None else num_bytes)
         self._interval = align_down(config.state_interval_tokens, self._page_tokens)
         num_frames = self.mover.arena.num_frames
@@ -68,6 +72,7 @@ class PrefixCache:
         self._active: dict[int, Match] = {}
         self._in_flight = InFlightTable(clock)
         self._held_since: dict[int, float] = {}
+        self._step_bytes: int | None = None  # restored in this step; None until steps are announced
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
         self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self.counters = CacheCounters()
@@ -92,9 +97,20 @@ class PrefixCache:
             return Plan(PlanKind.HOLD, 0, "in_flight", match)
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
+        if self._step_bytes and self._step_bytes + self._restore_bytes(tokens) > self._config.max_restore_bytes_per_step:
+            return Plan(PlanKind.HOLD, 0, "restore_budget", match)
         index.pin_state(state)
         match.state = state
         return Plan(PlanKind.HIT, tokens, StateReason(index.reason[state]).name.lower(), match)
+
+    def begin_step(self) -> None:
+        """A scheduling step begins: its restores may take `max_restore_bytes_per_step`, and at least one always goes through. Without
+        this call there is no limit.
+        """
+        self._step_bytes = 0
+
+    def _restore_bytes(self, tokens: int) -> int:
+        return tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes
 
     def _keys_of(self, seq: Sequence) -> list[bytes]:
         """Page keys of the tokens to prefill, remembered between planning attempts."""
@@ -153,7 +169,9 @@ class PrefixCache:
         if tokens:
             tokens = self._copy_in(seq, match, tokens)
             reason = reason if tokens else Miss.AUDIT
-            self.counters.restored(tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes, time.perf_counter() - began)
+            self.counters.restored(self._restore_bytes(tokens), time.perf_counter() - began)
+            if self._step_bytes is not None:
+                self._step_bytes += self._restore_bytes(tokens)
         self._unpin_state(match)
         self.counters.admitted(seq, tokens, reason)
         if seq.seq_id in self._held_since:
@@ -169,7 +187,7 @@ class PrefixCache:
     def _copy_in(self, seq: Sequence, match: Match, tokens: int) -> int:
         """Copy pages and state. Returns `tokens`, or 0 when the bytes are not those that were stored: then all is computed anew."""
         index, num_pages = self.cache.index, tokens // self._page_tokens
-        self._check_identity(seq, match.path[num_pages - 1])
+        index.check_page(match.path[num_pages - 1], seq.token_ids, self._page_tokens)
         if index.has_dropped(match.path):
             return 0
         frames = index.state_frames(match.state)
@@ -179,13 +197,6 @@ class PrefixCache:
         self.counters.checksum_errors += 1
         self._drop(match, bad)
         return 0
-
-    def _check_identity(self, seq: Sequence, page: int) -> None:
-        """A key cannot collide; a page behind the wrong key would be a defect of ours, and its end tokens show it."""
-        index, end = self.cache.index, self.cache.index.position[page]
-        stored = index.first_token[page], index.last_token[page]
-        asked = seq.token_ids[end - self._page_tokens], seq.token_ids[end - 1]
-        assert stored == asked, f"the page at {end} begins and ends with tokens {stored}, the prompt's with {asked}"
 
     def _drop(self, match: Match, bad: int) -> None:
         """Forget what failed its checksum, so that it is stored anew: a state, or a page and everything below it."""
@@ -268,14 +279,11 @@ class PrefixCache:
         self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
 
     def _store_state(self, seq: Sequence, match: Match, position: int, reason: StateReason) -> None:
-        index, path = self.cache.index, match.path[: position // self._page_tokens]
+        path = match.path[: position // self._page_tokens]
         if len(path) * self._page_tokens < position:
             self.counters.store_skipped["no_page"] += 1
             return
-        existing = index.state_of[path[-1]]
-        if existing != NONE:
-            index.reason[existing] = min(index.reason[existing], reason)
-            index.touch_state(existing)
+        if self.cache.reuse_state(path[-1], reason):
             return
         if reason in (StateReason.FORK, StateReason.ASKED):
             self.cache.limit_forks(path, self._config.states_per_path)

@@ -74,6 +74,15 @@ class HostCache:
         self.pool.free(self.index.drop(page))
         self.evicted_pages += before - len(self.index)
 
+    def reuse_state(self, page: int, reason: StateReason) -> bool:
+        """Whether `page` has a state already; it becomes the most recent one, and keeps the more lasting of the two reasons."""
+        index, state = self.index, self.index.state_of[page]
+        if state == NONE:
+            return False
+        index.reason[state] = min(index.reason[state], reason)
+        index.touch_state(state)
+        return True
+
     def room_for_state(self, path: Sequence[int], *, evict: bool) -> bool:
         """Make room for one state at the end of `path`: free frames, then states that later prefills of this path superseded, then,
         with `evict`, other entries. False when the cap of states or the lack of frames forbids it."""

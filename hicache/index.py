@@ -72,6 +72,12 @@ class PrefixIndex:
         assert self._present[page], f"frame {page} holds no page"
         return bytes(self._keys[KEY_BYTES * page : KEY_BYTES * (page + 1)])
 
+    def check_page(self, page: int, tokens: Sequence[int], size: int) -> None:
+        """A key cannot collide; a page of `size` tokens behind the wrong key would be a defect of ours, and its end tokens show it."""
+        end = self.position[page]
+        stored, asked = (self.first_token[page], self.last_token[page]), (tokens[end - size], tokens[end - 1])
+        assert stored == asked, f"the page at {end} begins and ends with tokens {stored}, the prompt's with {asked}"
+
     # -- lookup and pins ---------------------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[bytes]) -> list[int]:

@@ -115,10 +115,7 @@ class _Simulator:
         path = path[: position // self.shape.page_tokens]
         if len(path) * self.shape.page_tokens < position:
             return
-        existing = self.cache.index.state_of[path[-1]]
-        if existing != NONE:
-            self.cache.index.reason[existing] = min(self.cache.index.reason[existing], reason)
-            self.cache.index.touch_state(existing)
+        if self.cache.reuse_state(path[-1], reason):
             return
         if reason in (StateReason.FORK, StateReason.ASKED):
             self.cache.limit_forks(path, self.shape.states_per_path)

@@ -246,6 +246,28 @@ def test_unknown_fault_and_impossible_places_are_refused() -> None:
             cache.inject_fault(kind, **where)
 
 
+def test_restores_beyond_the_steps_budget_wait_for_the_next_step() -> None:
+    cache = make_cache(max_restore_bytes_per_step=1)
+    run(cache, SHARED)
+    first, second = (make_sequence(next(_ids), SHARED) for _ in range(2))
+    cache.begin_step()
+    assert admit(cache, first).kind is PlanKind.HIT
+    assert cache.plan(second).kind is PlanKind.HOLD
+    cache.begin_step()
+    assert admit(cache, second).kind is PlanKind.HIT
+    for seq in (first, second):
+        cache.finish(seq)
+    assert cache.stats()["holds_total"] == 0
+    assert_idle(cache)
+
+
+def test_rings_that_lose_a_window_before_the_prefill_ends_are_refused() -> None:
+    kv = FakeKV()
+    kv.ring_rows = kv.window + kv.block_size + KEEP - 1
+    with pytest.raises(AssertionError, match="are needed"):
+        make_cache(kv)
+
+
 class FakeLimits:
     def __init__(self, keep_tokens: int) -> None:
         self.keep_tokens, self.fingerprint = keep_tokens, "model"

@@ -28,7 +28,8 @@ class FakeKV:
         self.block_size, self.num_blocks, self.num_state_slots = block_size, num_blocks, num_state_slots
         self.blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8)
         self.state_bytes = state_bytes
-        self.ring_rows = 4 * block_size
+        self.window = 2 * block_size
+        self.ring_rows = self.window + block_size + 256
         self.format_id = "fake"
         self.tokens_in_slot: dict[int, list[int]] = {}
         self.loaded: dict[int, tuple[int, bytes]] = {}
