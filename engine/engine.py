@@ -12,13 +12,18 @@ from engine.cache_contract import NoPrefixCache, PrefixCacheLike
 from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
 from engine.errors import ConfigError, RequestError
+from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
 from engine.prefill_gate import PrefillGate
 from engine.process_env import resolve_threads
-from engine.request import Output, Request, Sequence
+from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Sampled, Scheduler, SchedulerLimits
+from engine.structured_output import Matcher
+from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
+
+GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar that is being compiled
 
 
 class Runner(Protocol):
@@ -64,6 +69,9 @@ class Engine:
         limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size)
         self.scheduler = Scheduler(limits, gate, self.cache, clock)
         self.sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
+        self.grammars = GrammarBuilds(self._grammar_compiler, clock)
+        self._stop_token_ids = sorted(limits.eos_token_ids)
+        self._finals: list[Output] = []
 
     # ---- requests
 
@@ -90,7 +98,7 @@ class Engine:
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 bad = next(i for i in ids if not 0 <= i < vocab_size)
                 raise RequestError(f"{what} {bad} is outside the vocabulary", hint=f"ids are 0 to {vocab_size - 1}")
-        if request.request_id in self.scheduler:
+        if request.request_id in self.scheduler or request.request_id in self.grammars:
             raise RequestError(f"request id {request.request_id!r} is in use", hint="give every request its own id")
 
     def add_request(self, request: Request) -> None:
@@ -100,6 +108,12 @@ class Engine:
             RequestError: see `check_request`.
         """
         self.check_request(request)
+        if request.grammar is None:
+            self._enqueue(request, None)
+        else:
+            self.grammars.submit(request)
+
+    def _enqueue(self, request: Request, matcher: Matcher | None) -> None:
         seed = request.params.seed
         prompt_len = len(request.prompt_token_ids)
         self.scheduler.add(
@@ -111,12 +125,32 @@ class Engine:
                 token_ids=list(request.prompt_token_ids),
                 prompt_len=prompt_len,
                 prefill_len=prompt_len,
+                matcher=matcher,
             )
         )
         self._next_seq_id += 1
 
+    def _take_grammars(self) -> None:
+        """Queue the requests whose grammars are compiled; end those whose grammars failed."""
+        for build in self.grammars.poll():
+            request = build.request
+            if build.error:
+                self._finals.append(Output(request.request_id, [], FinishReason.ERROR, error=build.error))
+            else:
+                self._enqueue(request, self._matcher(build))
+
+    def _matcher(self, build: Build) -> Matcher:
+        assert build.request.grammar is not None, f"request {build.request.request_id} has no grammar"
+        return Matcher(build.compiled, build.request.grammar, self._stop_token_ids, self.limits.vocab_size)
+
+    def _grammar_compiler(self) -> GrammarCompiler:
+        vocabulary = vocabulary_bytes(Tokenizer.from_dir(self.config.model), self.limits.vocab_size)
+        return GrammarCompiler(vocabulary, self._stop_token_ids)
+
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. Its final output, reason ABORT, comes with the next step; unknown ids are ignored."""
+        if self.grammars.cancel(request_id):
+            self._finals.append(Output(request_id, [], FinishReason.ABORT))
         self.scheduler.abort(request_id)
 
     # ---- the loop
@@ -127,10 +161,14 @@ class Engine:
         Raises:
             GroupError: a peer is gone. Other exceptions of the model end the rank as well; its owner fails the open requests.
         """
+        self._take_grammars()
         step = self.scheduler.schedule()
-        self.idle = step.idle
-        outputs = self.scheduler.take_finals()
+        self.idle = step.idle and not self.grammars
+        outputs = self._finals + self.scheduler.take_finals()
+        self._finals = []
         if step.idle:
+            if self.grammars:
+                self.grammars.wait(GRAMMAR_WAIT_S)
             return outputs
         self._steps += 1
         # Without shared experts the forward has no collective, so a rank without work has nothing to take part in
@@ -180,6 +218,7 @@ class Engine:
 
     def close(self) -> None:
         """Leave the group. Open requests get no output; calling it twice is harmless."""
+        self.grammars.close()
         self.group.close()
 
 

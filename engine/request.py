@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from engine.structured_output import Matcher
 
 
 class FinishReason(StrEnum):
@@ -68,6 +72,30 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}", hint=f"{name} must be {allowed}")
 
 
+class GrammarKind(StrEnum):
+    """How a grammar's text is written."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must match from its first token, or from the token behind a trigger.
+
+    text: schema, pattern or grammar; empty for any JSON object. trigger_token_ids: output is free until this sequence has been
+    generated. reserved_token_ids: never chosen before that, so that the output cannot end or go another way first.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+    trigger_token_ids: tuple[int, ...] = ()
+    reserved_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt. `cache_read`/`cache_write` False bypass the prefix cache in that direction.
@@ -82,6 +110,7 @@ class Request:
     cache_write: bool = True
     cache_salt: str = ""
     cache_anchor_tokens: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +160,7 @@ class Sequence:
     token_ids: prompt and committed output. num_computed: leading tokens whose cache rows are valid.
     block_table: device block ids, block i holds tokens [i*block_size, (i+1)*block_size). state_slot: -1 when none.
     prefill_len: tokens to prefill before decoding (the prompt; after preemption also the output so far).
+    matcher: follows the output of a request with a grammar; it reads tokens that it has not seen, so preemption does not concern it.
     """
 
     seq_id: int
@@ -151,6 +181,7 @@ class Sequence:
     admitted_s: float = 0.0
     restored_s: float = 0.0
     first_token_s: float = 0.0
+    matcher: Matcher | None = None
 
     @property
     def output_len(self) -> int:

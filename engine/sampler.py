@@ -1,7 +1,8 @@
 """From logits to tokens: exact greedy, or one inverse-CDF draw per row with integer sums and a position-keyed number.
 
-Order of operations per row: ids without a token masked, edits of the raw logits (`engine/logit_edits.py`), temperature, top-p,
-top-k, min-p, draw. Every operation works on a row alone, so a row's token does not depend on its batch.
+Order of operations per row: ids without a token masked, edits of the raw logits (`engine/logit_edits.py`), grammar mask
+(`engine/structured_output.py`), temperature, top-p, top-k, min-p, draw. Every operation works on a row alone, so a row's token does
+not depend on its batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from engine.logit_edits import LogitEdits, edits_logits
 from engine.random_keys import draws53
 from engine.request import SamplingParams, Sequence, TokenLogprob
 from engine.scheduler import Sampled
+from engine.structured_output import RowMasks, apply_masks, row_masks
 
 FIXED_ONE = 2**31  # probability 1.0 in fixed point; sums of a row stay below 2^32, products with 31 random bits below 2^63
 LOGPROB_FLOOR = -9999.0  # instead of minus infinity, which JSON cannot carry
@@ -56,14 +58,18 @@ class Sampler:
             self.poison_next_row = False
             logits[0] = float("nan")
         traits = [self._traits_of(seq.request.params) for seq in rows]
-        if all(t.plain_greedy for t in traits):
+        masks = row_masks(rows, logits.shape[1])
+        if masks is None and all(t.plain_greedy for t in traits):
             best, ids = logits.max(dim=-1)
             return Sampled([[token] for token in ids.tolist()], errors=_errors(best))
-        return self._general(logits, rows, traits)
+        return self._general(logits, rows, traits, masks)
 
-    def _general(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits]) -> Sampled:
+    def _general(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], masks: RowMasks | None) -> Sampled:
         errors = _errors(logits.amax(dim=-1))
         work = self._edited(logits, rows, traits)
+        if masks is not None:
+            work = _constrained(logits, work, masks)
+            errors = masks.errors | errors
         chosen = work.argmax(dim=-1)
         drawn = [i for i, t in enumerate(traits) if not t.greedy and i not in errors]
         if drawn:
@@ -98,6 +104,21 @@ def _classify(params: SamplingParams) -> _Traits:
     filters = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
     logprobs = params.logprobs or params.top_logprobs > 0
     return _Traits(params, edits, greedy, filters, logprobs, greedy and not edits and not logprobs)
+
+
+def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
+    """`work` with the grammars' masks, as a tensor that is not `logits`: raw log-probabilities read that one.
+
+    Where the edits leave nothing that a grammar allows (before min_tokens, when only the end may follow), the grammar wins.
+    """
+    work = logits.clone() if work is logits else work
+    apply_masks(work, masks)
+    index = torch.tensor(masks.rows, dtype=torch.int64, device=work.device)
+    empty = index[work[index].amax(dim=-1) == float("-inf")] if masks.rows else index
+    if len(empty):
+        work[empty] = logits[empty]
+        apply_masks(work, masks)
+    return work
 
 
 def _errors(best: Tensor) -> dict[int, str]:
