@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -18,7 +19,16 @@ from server.metrics import json_document
 from server.prometheus import CONTENT_TYPE, exposition
 from server.schemas import check_model
 
+PAGE_PATH = Path(__file__).with_name("page.html")
 OWN_FAULTS = frozenset({"exit", "raise", "hang"})  # these leave no rank that could answer
+
+
+def page() -> Response:
+    """The page for people: one file, no external assets; what it calls needs the key."""
+    headers = {
+        "Content-Security-Policy": "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    }
+    return Response(PAGE_PATH.read_bytes(), media_type="text/html; charset=utf-8", headers=headers)
 
 
 def live() -> Response:

@@ -55,6 +55,10 @@ def _add_failures(app: FastAPI, front: Front) -> None:
 
 
 def _add_open_routes(app: FastAPI, front: Front) -> None:
+    @app.get("/")
+    async def page() -> Response:
+        return admin.page()
+
     @app.get("/health/live")
     async def live() -> Response:
         return admin.live()

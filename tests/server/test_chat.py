@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -237,6 +238,13 @@ def test_plain_logprobs_line_up_with_the_text(fake: FakeServer) -> None:
     logprobs = choice["logprobs"]
     assert "".join(logprobs["tokens"]) == choice["text"] == "Hello there"
     assert [choice["text"][offset:].startswith(token) for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)]
+
+
+def test_page_for_people_needs_nothing_from_elsewhere(fake: FakeServer) -> None:
+    response = httpx.get(f"{fake.url}/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'self'" in response.headers["content-security-policy"]
+    assert not re.findall(r"(?:src|href)=|@import|https?://", response.text)
 
 
 def test_openai_client_sync(fake: FakeServer) -> None:

@@ -266,7 +266,7 @@ def test_every_route_but_the_open_ones_needs_a_key(keyed: FakeServer) -> None:
         response = httpx.request(method, f"{keyed.url}{path}")
         assert response.status_code == 401, (method, path)
         assert response.headers["www-authenticate"] == "Bearer"
-    for path in ("/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/deepinfer/metrics"):
+    for path in ("/", "/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/deepinfer/metrics"):
         assert httpx.get(f"{keyed.url}{path}").status_code == 200, path
 
 
