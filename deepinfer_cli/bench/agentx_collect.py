@@ -50,9 +50,7 @@ def collect(folder: Path, traces: TraceSet, not_before_s: float) -> Collected:
         log=read_log(log_lines),
         samples=[{"at_s": round(sample["unix_s"] - begin, 3), "metrics": sample["metrics"]} for sample in samples] if window else [],
         window_s=end - begin,
-        counters_before=counters_at_start(samples, begin, sum(row.prompt_tokens or 0 for row in rows if row.phase != WINDOW))
-        if window
-        else None,
+        counters_before=counters_at_start(samples, begin, warmup_tokens) if window else None,
         # Nothing is sent after the window, so the last sample is the one that holds all of it.
         counters_after=samples[-1]["metrics"] if samples and window else None,
     )

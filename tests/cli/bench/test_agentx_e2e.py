@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pandas as pd
 import pytest
 
 from deepinfer_cli.main import main
+from deepinfer_cli.report.stats import summarize
 from tests.cli.bench.agentx_fake_server import FakeServer, Faults, tokenizer_dir, with_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -81,3 +84,29 @@ def test_server_with_a_key_is_measured_and_the_key_is_written_nowhere(tmp_path: 
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def test_embedded_model_on_two_ranks_is_measured_within_150_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIX_HOME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    dix = [sys.executable, "-m", "deepinfer_cli"]
+    subprocess.run(
+        [*dix, "start", "tiny", "--dp", "2", "--port", "0", "--name", "measured", "--rank-header", "-q"], check=True, timeout=120
+    )
+    try:
+        began_s = time.monotonic()
+        code = main(["bench", "agentx", "--duration", "20s", "--concurrency", "3", "-q"])
+        assert time.monotonic() - began_s < 150
+    finally:
+        subprocess.run([*dix, "stop", "measured", "-q"], check=True, timeout=60)
+    (folder,) = (tmp_path / "state" / "runs").iterdir()
+    run = json.loads((folder / "run.json").read_text())
+    # A loaded machine may be too slow for a valid run; it must then say so and nothing else.
+    assert {reason["code"] for reason in run["verdict"]["reasons"]} <= {"client_slow"}
+    assert code == (0 if run["valid"] else 5)
+    assert "functional check" in run["stamp"]
+    assert run["hit_share"]["client"] == pytest.approx(run["hit_share"]["server"], abs=0.01)
+    summary = summarize(folder)
+    assert summary.value("hit_rate_server") == pytest.approx(summary.value("hit_rate_client"), abs=0.01)
+    assert set(summary.groups("rank")) == {"rank 0", "rank 1"}
