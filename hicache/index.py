@@ -18,14 +18,14 @@ KEY_BYTES = 32
 
 
 class StateReason(IntEnum):
-    """Why a window state was kept."""
+    """Why a window state was kept, the most lasting reason first: a state wanted twice keeps the lower number."""
 
-    RESEND = 0  # where an identical prompt may resume
-    TAIL = 1  # last page end of a prompt
-    FORK = 2  # where a request left a known path
-    ANCHOR = 3  # end of system and tools text
-    INTERVAL = 4  # every so many tokens of a long prompt
-    ASKED = 5  # where a held follower leaves its leader
+    ANCHOR = 0  # end of system and tools text
+    FORK = 1  # where a request left a known path
+    ASKED = 2  # where a held follower leaves its leader
+    INTERVAL = 3  # every so many tokens of a long prompt
+    RESEND = 4  # where an identical prompt may resume
+    TAIL = 5  # last page end of a prompt
     ABORT = 6  # last page end before an abort or a preemption
 
 

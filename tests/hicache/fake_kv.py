@@ -23,10 +23,16 @@ class FakeKV:
     """The attributes of `engine.kv_cache.KVCache` that the prefix cache uses."""
 
     def __init__(
-        self, block_size: int = 4, num_blocks: int = 64, block_bytes: int = 96, state_bytes: int = 9000, num_state_slots: int = 8
+        self,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        block_bytes: int = 96,
+        state_bytes: int = 9000,
+        num_state_slots: int = 8,
+        device: str = "cpu",
     ) -> None:
         self.block_size, self.num_blocks, self.num_state_slots = block_size, num_blocks, num_state_slots
-        self.blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+        self.blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         self.state_bytes = state_bytes
         self.window = 2 * block_size
         self.ring_rows = self.window + block_size + 256
@@ -38,7 +44,7 @@ class FakeKV:
         """A forward pass over [start, end): every block row becomes a function of all tokens up to its end."""
         for block in range(start // self.block_size, end // self.block_size):
             tokens = seq.token_ids[: (block + 1) * self.block_size]
-            self.blocks[seq.block_table[block]] = self.page_bytes(tokens)
+            self.blocks[seq.block_table[block]] = self.page_bytes(tokens).to(self.blocks.device)
         self.tokens_in_slot[seq.state_slot] = seq.token_ids[:end]
 
     def page_bytes(self, tokens: Tokens[int]) -> torch.Tensor:
