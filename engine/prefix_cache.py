@@ -117,7 +117,8 @@ class PrefixCache:
         memo = self._memos.get(seq.seq_id)
         if memo is not None and memo[:2] == (seq.prefill_len, self._keys.epoch):
             return memo[2]
-        keys = self._keys.page_keys(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
+        tokens = seq.token_ids if len(seq.token_ids) == seq.prefill_len else seq.token_ids[: seq.prefill_len]
+        keys = self._keys.page_keys(tokens, seq.request.cache_salt)
         while len(self._memos) >= _MAX_KEY_MEMOS:
             self._memos.pop(next(iter(self._memos)))
         self._memos[seq.seq_id] = (seq.prefill_len, self._keys.epoch, keys)

@@ -84,12 +84,12 @@ class KeySpace:
 
         extras: page index -> bytes that also decide the page (image digests); every page that an image overlaps needs them.
         """
-        count = len(tokens) // self.page_tokens
-        data, step = token_bytes(tokens[: count * self.page_tokens]), 4 * self.page_tokens
+        data, step = token_bytes(tokens), 4 * self.page_tokens
         key, sha256 = self.tenant_root(salt), hashlib.sha256
         keys: list[bytes] = []
-        for begin in range(0, count * step, step):
-            extra = extras.get(begin // step, b"") if extras else b""
-            key = sha256(key + data[begin : begin + step] + extra).digest()
-            keys.append(key)
+        append = keys.append
+        for begin in range(0, len(data) // step * step, step):
+            page = key + data[begin : begin + step]
+            key = sha256(page + extras.get(begin // step, b"") if extras else page).digest()
+            append(key)
         return keys
