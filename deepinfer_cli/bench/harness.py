@@ -30,6 +30,7 @@ from hicache.errors import DixError
 from server.errors import ServerUnreachable
 
 DRAIN_S = 30.0
+COUNTERS_AGE_S = 1.2  # `/deepinfer/metrics` may be one second old
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Run:
     def execute(self) -> tuple[Verdict, int]:
         """Drive the load. Returns the verdict and the exit code."""
         interrupted = False
-        before = self._counters()
+        before = self._settled_counters()
         try:
             job = self._write_job()
             interrupted = self._drive(job)
@@ -119,6 +120,12 @@ class Run:
         if interrupted:
             return verdict, ExitCode.INTERRUPTED
         return verdict, ExitCode.OK if verdict.valid else ExitCode.INVALID
+
+    def _settled_counters(self) -> dict[str, Any] | None:
+        """The server's counters once they include everything that has ended."""
+        if self._server.ours:
+            time.sleep(COUNTERS_AGE_S)
+        return self._counters()
 
     def _counters(self) -> dict[str, Any] | None:
         return _try(self._api.get, "/deepinfer/metrics") if self._server.ours else None
@@ -205,7 +212,7 @@ class Run:
 
         after = None
         with contextlib.suppress(ServerUnreachable):
-            after = self._counters()
+            after = self._settled_counters()
         requests = write_tables(self.folder, self.folder.name)
         window_s = float(requests["end_s"].max() - requests["start_s"].min()) if len(requests) else 0.0
         self._body |= {

@@ -29,8 +29,21 @@ class Grid:
 
 def grids(summary: Summary) -> list[Grid]:
     """Every table of one run, in the order of reading. Tables without rows are left out."""
-    every = [latency(summary), throughput(summary), by_turn(summary), by_rank(summary), cache_check(summary)]
+    every = [
+        latency(summary),
+        throughput(summary),
+        without_empty_columns(by_turn(summary)),
+        without_empty_columns(by_rank(summary)),
+        cache_check(summary),
+    ]
     return [grid for grid in every if grid.rows]
+
+
+def without_empty_columns(grid: Grid) -> Grid:
+    """Columns in which no row has anything to say only take the room of those that have."""
+    keep = [i for i in range(len(grid.heads)) if i == 0 or any(row[i] not in (None, "–") for row in grid.rows)]
+    left = frozenset(keep.index(i) for i in grid.left if i in keep)
+    return Grid(grid.title, [grid.heads[i] for i in keep], [[row[i] for i in keep] for row in grid.rows], left, grid.note)
 
 
 def head_lines(summary: Summary) -> list[str]:

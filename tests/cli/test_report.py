@@ -29,7 +29,8 @@ def record(conversation: int, turn: int, start_s: float, ttft_s: float, *, token
     good = outcome == "ok"
     return {
         "request_id": f"{conversation}-{turn}", "conversation": conversation, "turn": turn, "scheduled_s": start_s, "start_s": start_s,
-        "first_s": first if good else None, "last_s": last if good else None, "end_s": last, "gaps_s": [gap_s] * (tokens - 1) if good else [],
+        "first_s": first if good else None, "last_s": last if good else None, "end_s": last,
+        "gaps_s": [gap_s] * (tokens - 1) if good else [],
         "chunks": tokens if good else 0, "prompt_tokens": prompt if good else None, "cached_tokens": cached if good else None,
         "output_tokens": tokens if good else None, "requested_tokens": tokens, "finish_reason": "length" if good else None, "rank": rank,
         "outcome": outcome, "error_code": "", "error_text": "" if good else "rank 0 died",
@@ -57,7 +58,8 @@ def make_run(home: Path, name: str, records: list[dict[str, Any]], *, valid: boo
         folder / "run.json",
         {
             "schema": SCHEMA, "id": name, "recipe": "smoke", "recipe_hash": recipe_hash, "status": "complete", "valid": valid,
-            "reasons": [] if valid else ["too many failed"], "labels": labels or {}, "started_unix_s": 1.0, "window_s": 2.0, "command": "dix bench run smoke",
+            "reasons": [] if valid else ["too many failed"], "labels": labels or {},
+            "started_unix_s": 1.0, "window_s": 2.0, "command": "dix bench run smoke",
             "server": {"url": "http://x", "model": "tiny" if tiny else "big", "ranks": 1}, "harness": {"name": "dix load"}, "notes": [],
             "stamp": STAMP if tiny else None, "counters_before": sample, "counters_after": {"ranks": after or [counters(1600, 512, 20)]},
         },

@@ -1,0 +1,174 @@
+"""The screen: streams, widths, colour, glyphs and progress without a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from deepinfer_cli.ui import Column, Ui, UiOptions
+from deepinfer_cli.units import parse_duration, parse_fraction, parse_size, show_bytes, show_duration, show_number
+from hicache.errors import ConfigError
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def make(environ: dict[str, str] | None = None, *, tty: bool = False, **options: Any) -> tuple[Ui, io.StringIO, io.StringIO]:
+    out, err = (Terminal(), Terminal()) if tty else (io.StringIO(), io.StringIO())
+    return Ui(UiOptions(**options), environ or {}, out, err), out, err
+
+
+COLUMNS = [Column("name", right=False), Column("tok/s"), Column("share")]
+
+
+def test_the_answer_goes_to_stdout_and_the_talk_to_stderr() -> None:
+    ui, out, err = make()
+    ui.print("answer")
+    ui.note("note")
+    ui.warn("careful")
+    ui.error("broken", "fix it")
+    assert out.getvalue() == "answer\n"
+    assert err.getvalue() == "note\nwarning: careful\nerror: broken\n hint: fix it\n"
+
+
+def test_quiet_leaves_errors_and_the_answer() -> None:
+    ui, out, err = make(quiet=True)
+    ui.print("answer")
+    ui.note("note")
+    ui.warn("careful")
+    ui.error("broken")
+    assert (out.getvalue(), err.getvalue()) == ("answer\n", "error: broken\n")
+
+
+def test_numbers_are_right_aligned_and_missing_ones_are_dashes() -> None:
+    ui, out, _ = make()
+    ui.table(COLUMNS, [("a", "9,870", None), ("long", "7", float("nan"))])
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines == ["name  tok/s  share", "a     9,870      –", "long      7      –"]
+
+
+def test_a_narrow_terminal_drops_columns_from_the_right_never_digits() -> None:
+    ui, out, _ = make({"COLUMNS": "14"})
+    ui.table(COLUMNS, [("a", "9,870", "12 %")])
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == ["name  tok/s", "a     9,870"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "colored"),
+    [
+        ({}, {}, True),
+        ({"NO_COLOR": "1"}, {}, False),
+        ({"TERM": "dumb"}, {}, False),
+        ({}, {"color": False}, False),
+        ({"FORCE_COLOR": "0"}, {}, True),
+    ],
+)
+def test_colour_on_a_terminal(environ: dict[str, str], options: dict[str, Any], colored: bool) -> None:
+    ui, out, _ = make(environ, tty=True, **options)
+    ui.print("fine", "good")
+    assert ("\x1b[" in out.getvalue()) is colored
+
+
+def test_a_pipe_gets_no_colour_whatever_the_environment_says() -> None:
+    ui, out, _ = make({"FORCE_COLOR": "0", "TERM": "xterm"})
+    ui.print("fine", "good")
+    assert out.getvalue() == "fine\n"
+
+
+def test_markup_in_names_is_text() -> None:
+    ui, out, _ = make()
+    ui.print("[red]x[/red] :smile:")
+    assert out.getvalue() == "[red]x[/red] :smile:\n"
+
+
+def test_ascii_fallback_has_only_ascii() -> None:
+    ui, out, err = make(unicode=False)
+    ui.print("a → b · 3 × 4 – done ✓")
+    ui.step("weights", "1.2 GiB", took_s=3.0)
+    assert out.getvalue() == "a -> b - 3 x 4 - done ok\n"
+    assert (out.getvalue() + err.getvalue()).isascii()
+
+
+def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("deepinfer_cli.ui.time.monotonic", lambda: clock[0])
+    ui, out, err = make()
+    with ui.progress("weights", 100) as bar:
+        for second in range(25):
+            clock[0] = 100.0 + second
+            bar.update(second * 4, f"{second} GiB")
+    lines = err.getvalue().splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["weights 40% 10 GiB", "weights 80% 20 GiB"]
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "options"),
+    [({"CI": "1"}, {}), ({"TERM": "dumb"}, {}), ({}, {"quiet": True}), ({}, {"json": True}), ({}, {"progress": False})],
+)
+def test_no_bar_is_drawn_where_it_would_hurt(environ: dict[str, str], options: dict[str, Any]) -> None:
+    ui, _, _ = make(environ, tty=True, **options)
+    assert not ui.live
+
+
+def test_a_terminal_gets_a_bar_and_warnings_again_at_the_end() -> None:
+    ui, _, err = make({"COLUMNS": "100"}, tty=True, color=False)
+    assert ui.live
+    with ui.progress("load", 10) as bar:
+        bar.update(5, "half")
+        ui.warn("slow disk")
+    ui.finish()
+    assert err.getvalue().count("slow disk") >= 2
+
+
+def test_json_documents_are_one_line_with_null_for_missing() -> None:
+    ui, out, _ = make(json=True)
+    ui.document("dix.x/1", {"a": None, "b": "–"})
+    assert out.getvalue() == '{"schema": "dix.x/1", "a": null, "b": "–"}\n'
+    with pytest.raises(ValueError):
+        ui.document("dix.x/1", {"a": float("nan")})
+
+
+def test_events_are_json_lines() -> None:
+    ui, out, _ = make(json=True)
+    ui.event("a", x=1)
+    ui.event("b")
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [{"event": "a", "x": 1}, {"event": "b"}]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("250ms", 0.25), ("2m", 120), ("1h", 3600), ("1.5", 1.5), (" 3 s ", 3)])
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("text", "count"), [("64GiB", 64 * 2**30), ("10MB", 10**7), ("1_000", 1000)])
+def test_sizes(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+def test_percentages() -> None:
+    assert (parse_fraction("2%"), parse_fraction("0.02")) == (pytest.approx(0.02), 0.02)
+
+
+@pytest.mark.parametrize("text", ["", "s", "3 parsecs", "1e400000s3", "--"])
+def test_bad_quantities_name_the_value(text: str) -> None:
+    with pytest.raises(ConfigError, match="wait is"):
+        parse_duration(text, "wait")
+
+
+def test_numbers_for_people() -> None:
+    assert show_duration(0.84) == "0.8 s"
+    assert show_duration(2 * 3600 + 14 * 60) == "2h 14m"
+    assert show_duration(125) == "2m 05s"
+    assert show_bytes(98.1 * 2**30) == "98.1 GiB"
+    assert show_number(1234.56) == "1,234.6"
+    assert show_number(None) == show_number(float("nan")) == "–"
