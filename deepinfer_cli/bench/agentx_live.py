@@ -107,6 +107,10 @@ class LiveView:
         return self.now.phase == "window"
 
     @property
+    def has_window(self) -> bool:
+        return self.now.phase in ("window", "export")
+
+    @property
     def window_done_s(self) -> float:
         """For the bar."""
         return {"window": min(self.now.elapsed_s, self._duration_s), "export": self._duration_s}.get(self.now.phase, 0.0)

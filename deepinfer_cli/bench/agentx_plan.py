@@ -79,6 +79,11 @@ def resolve_plan(call: Invocation, asked: Asked, found: Preflight) -> tuple[Agen
     return plan, said
 
 
+def settle_cache(plan: AgentxPlan, found: Preflight) -> AgentxPlan:
+    """A cold start only where the server can empty its cache; preflight has said so otherwise."""
+    return replace(plan, cache="asis") if plan.cache == "cold" and not found.can_reset else plan
+
+
 def repeat(plan: AgentxPlan, index: int) -> AgentxPlan:
     """The same work with the next seed."""
     return replace(plan, seed=plan.seed + index)

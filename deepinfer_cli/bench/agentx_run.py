@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ LOOK_S = 0.25
 SAMPLE_S = 0.25  # the window's first counters must lie close to its start
 EVENT_S = 1.0
 EXPORT_S = 30.0  # the harness's partial export after an interrupt
+NOTHING_YET_S = 5.0  # before the window there is nothing to export, and the harness does not listen while it loads
 LOADING_LIMIT_S = 3600.0
 AFTER_WINDOW_S = 120.0  # grace and export come on top of the window; beyond, the harness itself hangs
 UNOFFICIAL = "unofficial"
@@ -51,7 +53,16 @@ class Ending:
 
     exit_code: int | None = None
     interrupted: bool = False
+    terminated: bool = False
     stuck: bool = False
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: as a second Ctrl-C, with its own exit code."""
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise Terminated
 
 
 class AgentxRun:
@@ -100,15 +111,17 @@ class AgentxRun:
         sampler = ServerSampler(self._api, self.folder / SAMPLES, SAMPLE_S)
         if self._found.ours:
             sampler.start()
+        previous = signal.signal(signal.SIGTERM, _terminated)
         try:
             ending = self._drive(sampler)
         finally:
+            signal.signal(signal.SIGTERM, previous)
             if self._found.ours:
                 sampler.stop()
             shutil.rmtree(scratch_dir(self.folder), ignore_errors=True)
             verdict = self._conclude(ending, began_s, before)
         if ending.interrupted:
-            return verdict, ExitCode.INTERRUPTED
+            return verdict, ExitCode.TERMINATED if ending.terminated else ExitCode.INTERRUPTED
         return verdict, ExitCode.OK if verdict.valid else ExitCode.INVALID
 
     def _server_counters(self) -> dict[str, Any] | None:
@@ -147,14 +160,16 @@ class AgentxRun:
                         next_event_s = time.monotonic() + EVENT_S
                         self._tell(view, events)
                     time.sleep(LOOK_S)
-                except KeyboardInterrupt:
-                    if ending.interrupted:
+                except KeyboardInterrupt as stop:
+                    ending.terminated = isinstance(stop, Terminated)
+                    if ending.interrupted or ending.terminated:
+                        ending.interrupted = True
                         child.terminate()
                         return ending
                     ending.interrupted = True
                     self._call.ui.note("stopping: what was measured is kept; Ctrl-C again stops at once", "warning")
                     child.interrupt()
-                    deadline_s = time.monotonic() + EXPORT_S
+                    deadline_s = time.monotonic() + (EXPORT_S if view.has_window else NOTHING_YET_S)
         ending.exit_code, ending.stuck = code, code is None
         return ending
 

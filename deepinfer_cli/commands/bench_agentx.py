@@ -126,6 +126,7 @@ def measure(call: Invocation, asked: object, port: int | None, url: str | None, 
     plan, said = agentx_plan.resolve_plan(call, asked, found)
     call.paths.runs.mkdir(parents=True, exist_ok=True)
     agentx_preflight.check(api, key, found, plan.tokenizer, plan.traces, plan.cache, call.paths.runs)
+    plan = agentx_plan.settle_cache(plan, found)
     for text in [*said, *(f"scenario overridden: {reason}" for reason in overrides(plan))]:
         call.ui.note(text, "quiet")
     for note in found.notes:

@@ -40,6 +40,7 @@ class Faults:
     refuse_roles: bool = False
     answers_as: str = ""
     key: str = ""
+    foreign: bool = False
     context: int = 131072
 
 
@@ -112,6 +113,8 @@ class FakeServer:
     async def _answer(self, method: str, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> bool:
         if self.faults.key and headers.get("authorization") != f"Bearer {self.faults.key}" and not path.endswith("metrics"):
             return await self._plain(writer, 401, {"error": {"message": "no key", "code": "invalid_api_key"}})
+        if self.faults.foreign and path not in ("/v1/chat/completions", "/v1/models"):
+            return await self._plain(writer, 404, {"detail": "Not Found"})
         if path == "/v1/chat/completions":
             return await self._chat(headers, json.loads(body), writer)
         if path == "/reset_prefix_cache" and method == "POST":

@@ -76,6 +76,12 @@ def test_chunks_of_several_tokens_do_not_flatter_tpot(tmp_path: Path, monkeypatc
     assert 0.8 < requests["tpot_ms"].median() < 2.0
 
 
+def test_foreign_server_without_metrics_and_reset_gives_a_valid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, run, _ = measure(tmp_path, monkeypatch, with_faults(foreign=True))
+    assert (code, run["server"]["ours"], run["hit_share"]["server"]) == (0, False, None)
+    assert [found["code"] for found in run["verdict"]["warnings"]] == ["no_server_metrics"]
+
+
 def test_server_with_a_key_is_measured_and_the_key_is_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "sk-a-secret-of-this-test"
     (tmp_path / "key").write_text(secret + "\n")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from deepinfer_cli.api import Api
+from deepinfer_cli.bench.agentx_plan import settle_cache
 from deepinfer_cli.bench.agentx_preflight import Preflight, PreflightFailed, check, reach
 from hicache.errors import ConfigError
 from server.errors import ServerUnreachable
 from tests.cli.bench.agentx_fake_server import FakeServer, Faults, tokenizer_dir, with_faults
-from tests.cli.bench.agentx_samples import golden_traces
+from tests.cli.bench.agentx_samples import golden_traces, plan
 
 
 def ask(tmp_path: Path, faults: Faults | None = None, cache: str = "cold") -> tuple[Preflight, FakeServer]:
@@ -53,6 +54,14 @@ def test_server_that_cannot_give_a_valid_run_is_refused_before_the_load(faults: 
         ask(tmp_path, faults)
     assert caught.value.hint
     assert caught.value.exit_code == 5
+
+
+def test_foreign_server_passes_with_what_it_has_and_is_measured_as_it_is(tmp_path: Path) -> None:
+    found, server = ask(tmp_path, with_faults(foreign=True))
+    assert (found.ours, found.has_metrics, found.can_reset, server.resets) == (False, False, False, 0)
+    assert any("cannot reset" in note for note in found.notes)
+    assert settle_cache(plan(), found).cache == "asis"
+    assert settle_cache(plan(), Preflight("", "", can_reset=True)).cache == "cold"
 
 
 def test_missing_cached_tokens_are_a_note(tmp_path: Path) -> None:

@@ -107,12 +107,12 @@ def test_crashed_harness_leaves_a_readable_run_with_its_last_words(tmp_path: Pat
     assert body(run)["status"] == "partial"
 
 
-def _interrupt_when(ready: Callable[[], bool], times: int = 1) -> threading.Thread:
+def _interrupt_when(ready: Callable[[], bool], times: int = 1, number: int = signal.SIGINT) -> threading.Thread:
     def work() -> None:
         for _ in range(times):
             while not ready():
                 time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(1.0)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -150,6 +150,16 @@ def test_second_ctrl_c_ends_a_stubborn_child_and_its_helpers(tmp_path: Path, pro
     assert code == ExitCode.INTERRUPTED
     assert not alive(int((run.harness_dir / "helper.pid").read_text()))
     assert len(pd.read_parquet(run.folder / "requests.parquet")) == 36
+
+
+def test_sigterm_keeps_what_was_measured_and_has_its_own_exit_code(tmp_path: Path, program: Path, server: FakeServer) -> None:
+    run = make_run(tmp_path, program, server, "wait")
+    waiter = _interrupt_when(lambda: (run.harness_dir / "ready").exists(), number=signal.SIGTERM)
+    _, code = run.execute()
+    waiter.join(5)
+    assert code == ExitCode.TERMINATED
+    assert body(run)["status"] == "partial"
+    assert not alive(int((run.harness_dir / "helper.pid").read_text()))
 
 
 def test_harness_dies_with_us_when_we_are_killed(tmp_path: Path) -> None:
