@@ -135,6 +135,16 @@ class ProcessGroup:
             return self._describe_death(causes[0])
         if self._fatal:
             return self._describe_fatals()
+        return self._lost_guard() or self._hang()
+
+    def _lost_guard(self) -> Failure | None:
+        """A group without its guard could outlive the supervisor, so it is not left running."""
+        for child in self.children:
+            if child.guard.poll() is not None:
+                return Failure("death", child.rank, f"the guard of {child.name} (pid {child.guard.pid}) ended")
+        return None
+
+    def _hang(self) -> Failure | None:
         for child in self.ranks:
             if complaint := self.heartbeats.read(child.rank).complaint:
                 return Failure("hang", child.rank, f"rank {child.rank} hangs: {complaint}")
@@ -159,10 +169,9 @@ class ProcessGroup:
     def _describe_death(self, child: Child) -> Failure:
         if child.rank in self._fatal:
             return self._describe_fatal(child.rank)
-        name = "the front" if child.role == "front" else f"rank {child.rank}"
         code = child.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return Failure("death", child.rank, f"{name} (pid {child.pid}) {how}")
+        return Failure("death", child.rank, f"{child.name} (pid {child.pid}) {how}")
 
     def log_tail(self, rank: int) -> list[str]:
         name = "front" if rank < 0 else f"rank-{rank}"

@@ -34,6 +34,10 @@ class Child:
         return self.process.pid
 
     @property
+    def name(self) -> str:
+        return "the front" if self.role == "front" else f"rank {self.rank}"
+
+    @property
     def alive(self) -> bool:
         if self.returncode is None:
             self.returncode = self.process.poll()
@@ -44,8 +48,8 @@ class Child:
             self.process.send_signal(number)
 
     def kill_group(self) -> None:
-        """SIGKILL to everything in the group. The guard is a member, so the id is still ours until it has been waited for."""
-        if self.guard.returncode is None:
+        """SIGKILL to everything in the group. Leader and guard are members, so its id is ours until both have been waited for."""
+        if self.guard.returncode is None or self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # all members may be gone already
                 os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
