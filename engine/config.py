@@ -89,8 +89,21 @@ class EngineConfig:
         common=True,
         aliases=("DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",),
     )
+    spec: bool = knob(True, "Speculative decoding, when the checkpoint has draft stages.", common=True)
     num_draft_tokens: int = knob(
-        5, "Tokens drafted per step (window rings are sized for it); 0 turns drafting off.", ge=0, aliases=("DEEPINFER_USE_NEXTN_DECODE",)
+        5,
+        "Most tokens drafted per step (window rings are sized for it); 0 turns drafting off.",
+        unit="tokens",
+        ge=0,
+        aliases=("DEEPINFER_USE_NEXTN_DECODE",),
+    )
+    enable_mtp_varlen: bool = knob(
+        True, "Verify only as many drafts as pay for themselves; off verifies all.", aliases=("DEEPINFER_ENABLE_MTP_VARLEN",)
+    )
+    dflash_confidence_head_temperature: str = knob(
+        "1.0",
+        "Calibration of draft confidences: one divisor, or one per drafted token, comma separated.",
+        aliases=("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE",),
     )
     batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
     enforce_eager: bool = knob(False, "Never capture graphs or compile.", aliases=("DEEPINFER_ENFORCE_EAGER",))
@@ -101,6 +114,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_knobs(self, "engine")
+        self.confidence_temperatures(self.num_draft_tokens)
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
                 f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",
@@ -111,3 +125,23 @@ class EngineConfig:
     def backtracking_tokens(self) -> int:
         """B: positions that a step may write beyond the committed end. Rings hold window + B rows."""
         return self.num_draft_tokens + 1
+
+    def confidence_temperatures(self, num_drafts: int) -> list[float]:
+        """`dflash_confidence_head_temperature` for the first `num_drafts` places of a block.
+
+        Raises:
+            ConfigError: not a positive number, nor as many as `num_draft_tokens`.
+        """
+        text = self.dflash_confidence_head_temperature
+        try:
+            values = [float(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if len(values) == 1:
+            values *= max(1, self.num_draft_tokens)
+        if len(values) != max(1, self.num_draft_tokens) or not all(0 < value < float("inf") for value in values):
+            raise ConfigError(
+                f"engine.dflash_confidence_head_temperature is {text!r}",
+                hint=f"a number above 0, or {self.num_draft_tokens} of them separated by commas",
+            )
+        return values[:num_drafts]

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from engine.batch import Batch
+from engine.batch import Batch, StepKind
 from engine.cache_contract import NoPrefixCache, PrefixCacheLike
 from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
+from engine.drafter import Drafter
 from engine.errors import ConfigError, RequestError
 from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
@@ -18,7 +19,7 @@ from engine.prefill_gate import PrefillGate
 from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
-from engine.scheduler import Sampled, Scheduler, SchedulerLimits
+from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
 from engine.structured_output import Matcher
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
@@ -27,7 +28,10 @@ GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for."""
+    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for.
+
+    One whose `limits.draft_block_size` is above 0 has `draft` as well, see `engine/drafter.py`.
+    """
 
     limits: Any
     kv: Any
@@ -67,7 +71,8 @@ class Engine:
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
         gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
         limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size)
-        self.scheduler = Scheduler(limits, gate, self.cache, clock)
+        self.drafter = _drafter(config, self.runner, limits.eos_token_ids)
+        self.scheduler = Scheduler(limits, gate, self.cache, clock, self.drafter)
         self.sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
         self.grammars = GrammarBuilds(self._grammar_compiler, clock)
         self._stop_token_ids = sorted(limits.eos_token_ids)
@@ -176,9 +181,14 @@ class Engine:
         if not step.seqs:
             return outputs
         logits = self.runner.run(step.batch)
-        sampled = self.sampler(logits, step.rows) if step.rows else Sampled([])
-        outputs.extend(self.scheduler.commit(step, sampled))
+        outputs.extend(self.scheduler.commit(step, self._sample(logits, step)))
         return outputs
+
+    def _sample(self, logits: Any, step: Step) -> Sampled:
+        if step.kind is StepKind.VERIFY:
+            assert self.drafter is not None, "a verify step without a drafter"
+            return self.sampler.verify(logits, step.rows, step.drafts, self.drafter.proposals)
+        return self.sampler(logits, step.rows) if step.rows else Sampled([])
 
     # ---- control
 
@@ -228,7 +238,15 @@ def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None]
     from engine.model_runner import ModelRunner  # the model's modules load only when a model is wanted
 
     torch.set_num_threads(resolve_threads(config.num_threads, config.dp))
-    return ModelRunner(config, on_progress=on_progress)
+    return ModelRunner(config, draft=config.spec and config.num_draft_tokens > 0, on_progress=on_progress)
+
+
+def _drafter(config: EngineConfig, runner: Any, end_token_ids: frozenset[int]) -> Drafter | None:
+    """None when speculation is off or the model has no draft stages."""
+    num_drafts = min(config.num_draft_tokens, runner.limits.draft_block_size) if config.spec else 0
+    if num_drafts == 0:
+        return None
+    return Drafter(runner, num_drafts, end_token_ids, temperatures=config.confidence_temperatures(num_drafts))
 
 
 def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int) -> PrefixCacheLike | None:

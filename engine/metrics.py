@@ -37,10 +37,11 @@ METRICS = (
     Metric("prefix_cache.store_tokens_total", "tokens", "Tokens stored."),
     Metric("prefix_cache.evictions_total", "pages", "Pages dropped for room."),
     Metric("prefix_cache.evicted_tokens_total", "tokens", "Tokens dropped for room."),
-    Metric("spec.drafts_total", "steps", "Verifications of drafted tokens."),
-    Metric("spec.draft_tokens_total", "tokens", "Tokens drafted."),
+    Metric("spec.drafts_total", "verifications", "Verifications of a sequence's drafted tokens."),
+    Metric("spec.draft_tokens_total", "tokens", "Drafted tokens that were verified."),
     Metric("spec.accepted_tokens_total", "tokens", "Drafted tokens that were kept."),
 )
+# Besides these, `spec.verified_by_place_total` and `spec.accepted_by_place_total`: tokens by place in the drafted block, from "1".
 TIERS = ("device", "host", "disk")
 TIER_LEAVES = ("hit_tokens_total", "store_tokens_total", "tokens_used")
 
@@ -65,8 +66,13 @@ def rank_record(scheduler: Scheduler, steps: int, cache_stats: dict[str, Any]) -
         ("tokens.cached_total", counters.cached_tokens),
         ("tokens.generated_total", counters.generated_tokens),
         ("tokens.prefilled_total", counters.computed_prefill_tokens),
+        ("spec.drafts_total", counters.verifications),
+        ("spec.draft_tokens_total", sum(counters.verified_at)),
+        ("spec.accepted_tokens_total", sum(counters.accepted_at)),
     ):
         _put(record, path, value)
+    for name, by_place in (("verified", counters.verified_at), ("accepted", counters.accepted_at)):
+        record["spec"][f"{name}_by_place_total"] = {str(place): count for place, count in enumerate(by_place, 1)}
     return record
 
 

@@ -50,3 +50,10 @@ def _mix64_rows(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def race_keys(seeds: list[int], positions: list[int], purpose: Purpose = Purpose.SAMPLE) -> NDArray[np.int64]:
+    """[B] int64, the start of a stream with one number per token id at each (seed, position): see `engine/sampler.py`."""
+    golden = np.uint64(GOLDEN)
+    streams = np.asarray(positions, dtype=np.uint64) * np.uint64(3) + np.uint64(purpose)
+    return _mix64_rows(np.asarray(seeds, dtype=np.uint64) + _mix64_rows(streams * golden)).view(np.int64)

@@ -154,12 +154,13 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens and where their cache lives. Owned by the scheduler; nobody else writes its fields,
-    except that `PrefixCache.restore` sets `num_computed` and `cached_tokens` of a sequence handed to it.
+    """A request's tokens and where their cache lives. Owned by the scheduler; nobody else writes its fields, except that
+    `PrefixCache.restore` sets `num_computed` and `cached_tokens` of a sequence handed to it, and a drafter `draft_rates`.
 
     token_ids: prompt and committed output. num_computed: leading tokens whose cache rows are valid.
     block_table: device block ids, block i holds tokens [i*block_size, (i+1)*block_size). state_slot: -1 when none.
     prefill_len: tokens to prefill before decoding (the prompt; after preemption also the output so far).
+    draft_rates: how likely each draft of the last round was to be kept, with all before it; empty before the first round.
     matcher: follows the output of a request with a grammar; it reads tokens that it has not seen, so preemption does not concern it.
     """
 
@@ -181,6 +182,7 @@ class Sequence:
     admitted_s: float = 0.0
     restored_s: float = 0.0
     first_token_s: float = 0.0
+    draft_rates: list[float] = field(default_factory=list)
     matcher: Matcher | None = None
 
     @property

@@ -1,8 +1,8 @@
-"""From logits to tokens: exact greedy, or one inverse-CDF draw per row with integer sums and a position-keyed number.
+"""From logits to tokens: exact greedy, or one draw per row (`engine/draws.py`) with numbers keyed by seed and position.
 
 Order of operations per row: ids without a token masked, edits of the raw logits (`engine/logit_edits.py`), grammar mask
 (`engine/structured_output.py`), temperature, top-p, top-k, min-p, draw. Every operation works on a row alone, so a row's token does
-not depend on its batch.
+not depend on its batch. Requests with a seed draw by a race, which speculation can follow token for token; others by inverse CDF.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits, edits_logits
-from engine.random_keys import draws53
+from engine.random_keys import Purpose, draws53, race_keys
 from engine.request import SamplingParams, Sequence, TokenLogprob
 from engine.scheduler import Sampled
-from engine.structured_output import RowMasks, apply_masks, row_masks
+from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
+from engine.structured_output import RowMasks, apply_masks, draft_masks, row_masks
 
-FIXED_ONE = 2**31  # probability 1.0 in fixed point; sums of a row stay below 2^32, products with 31 random bits below 2^63
 LOGPROB_FLOOR = -9999.0  # instead of minus infinity, which JSON cannot carry
 NUM_CANDIDATES = 256  # ids that are sorted first when filtering; usual top-p and top-k keep far fewer
-_LOW_BITS = 22  # 53 random bits = 31 high + 22 low, so that the product with a sum stays inside int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +51,82 @@ class Sampler:
 
         A row with NaN, +inf or nothing but -inf gets an error and harms no other row.
         """
+        traits = self._prepare(logits, rows)
+        masks = row_masks(rows, logits.shape[1])
+        if masks is None and all(t.plain_greedy for t in traits):
+            best, ids = logits.max(dim=-1)
+            return Sampled([[token] for token in ids.tolist()], errors=_errors(best))
+        work, errors = self._constrain(logits, rows, traits, masks)
+        chosen = work.argmax(dim=-1)
+        drawn = _drawn(traits, errors)
+        if drawn:
+            index = torch.tensor(drawn, device=logits.device)
+            chosen[index] = draw(work[index], [rows[i] for i in drawn])
+        tokens = chosen.tolist()
+        wanted = [i for i, t in enumerate(traits) if t.logprobs and i not in errors]
+        logprobs = _logprobs(logits, tokens, rows, wanted)
+        return Sampled([[token] for token in tokens], {i: [entry] for i, entry in logprobs.items()}, errors)
+
+    @torch.inference_mode()
+    def verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals) -> Sampled:
+        """Keep the drafts that the model would have produced, and one token behind them.
+
+        logits: [R, V] fp32, rows of sequence 0 behind its last token and behind each of its drafts, then sequence 1 and so on.
+        The result has one entry per sequence.
+        """
+        rows = DraftedRows.of(seqs, drafts)
+        traits = self._prepare(logits, rows.seqs)
+        masks = draft_masks(seqs, drafts, logits.shape[1])
+        if masks is None and all(t.plain_greedy for t in traits):
+            best, ids = logits.max(dim=-1)
+            return _kept_tokens(drafts, ids.tolist(), _errors(best))
+        work, errors = self._constrain(logits, rows.seqs, traits, masks, rows.ahead)
+        tokens = work.argmax(dim=-1).tolist()
+        drawn = _drawn(traits, errors)
+        if drawn:
+            for i, token in zip(drawn, _verified(work[torch.tensor(drawn, device=work.device)], rows, drawn, proposals), strict=True):
+                tokens[i] = token
+        sampled = _kept_tokens(drafts, tokens, errors)
+        reached = [
+            (k, begin + j)
+            for k, begin in enumerate(rows.begins)
+            if traits[begin].logprobs and k not in sampled.errors
+            for j in range(len(sampled.token_ids[k]))
+        ]
+        entries = _logprobs(logits, tokens, rows.seqs, [i for _, i in reached])
+        for k, i in reached:
+            sampled.logprobs.setdefault(k, []).append(entries[i])
+        return sampled
+
+    def _prepare(self, logits: Tensor, rows: list[Sequence]) -> list[_Traits]:
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
         if self.num_tokens < logits.shape[1]:
             logits[:, self.num_tokens :] = float("-inf")
         if self.poison_next_row and rows:
             self.poison_next_row = False
             logits[0] = float("nan")
-        traits = [self._traits_of(seq.request.params) for seq in rows]
-        masks = row_masks(rows, logits.shape[1])
-        if masks is None and all(t.plain_greedy for t in traits):
-            best, ids = logits.max(dim=-1)
-            return Sampled([[token] for token in ids.tolist()], errors=_errors(best))
-        return self._general(logits, rows, traits, masks)
+        return [self._traits_of(seq.request.params) for seq in rows]
 
-    def _general(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], masks: RowMasks | None) -> Sampled:
+    def _constrain(
+        self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], masks: RowMasks | None, ahead: list[list[int]] | None = None
+    ) -> tuple[Tensor, dict[int, str]]:
+        """Logits after edits and grammars, and the rows that cannot be used. ahead: drafts between a sequence and its row."""
         errors = _errors(logits.amax(dim=-1))
-        work = self._edited(logits, rows, traits)
-        if masks is not None:
-            work = _constrained(logits, work, masks)
-            errors = masks.errors | errors
-        chosen = work.argmax(dim=-1)
-        drawn = [i for i, t in enumerate(traits) if not t.greedy and i not in errors]
-        if drawn:
-            index = torch.tensor(drawn, device=logits.device)
-            chosen[index] = draw(work[index], [rows[i] for i in drawn])
-        tokens = chosen.tolist()
-        wanted = [i for i, t in enumerate(traits) if t.logprobs and i not in errors]
-        return Sampled([[token] for token in tokens], _logprobs(logits, tokens, rows, wanted), errors)
+        work = self._edited(logits, rows, traits, ahead)
+        if masks is None:
+            return work, errors
+        work = _constrained(logits, work, masks)
+        empty = (work.amax(dim=-1) == float("-inf")).nonzero()[:, 0].tolist()
+        return work, dict.fromkeys(empty, "the grammar allows no token") | masks.errors | errors
 
-    def _edited(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits]) -> Tensor:
+    def _edited(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], ahead: list[list[int]] | None = None) -> Tensor:
         """A copy with the edited rows, or the same tensor when no row needs an edit: raw log-probabilities read the original."""
         if not any(t.edits for t in traits):
             return logits
         work = logits.clone()
         for i, (seq, t) in enumerate(zip(rows, traits, strict=True)):
             if t.edits:
-                self._edits.apply(work[i], seq)
+                self._edits.apply(work[i], seq, ahead[i] if ahead else ())
         return work
 
     def _traits_of(self, params: SamplingParams) -> _Traits:
@@ -134,15 +174,70 @@ def _errors(best: Tensor) -> dict[int, str]:
 
 def draw(logits: Tensor, rows: list[Sequence]) -> Tensor:
     """One token per row from the tempered and filtered distribution. logits: [B, V], finite maximum. Returns [B] int64."""
-    params = [seq.request.params for seq in rows]
-    weights = fixed_point(probabilities(logits, params))
-    cdf = weights.cumsum(dim=-1)
-    numbers = torch.from_numpy(draws53([seq.seed for seq in rows], [len(seq.token_ids) for seq in rows])).to(logits.device)
-    # target = floor(number / 2^53 * total); tokens of weight 0 own no target and are never drawn.
-    total = cdf[:, -1]
-    low = ((numbers & (2**_LOW_BITS - 1)) * total) >> _LOW_BITS
-    target = ((numbers >> _LOW_BITS) * total + low) >> 31
-    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+    probs = probabilities(logits, [seq.request.params for seq in rows])
+    return draw_tokens(probs, rows, [len(seq.token_ids) for seq in rows])
+
+
+def draw_tokens(probs: Tensor, rows: list[Sequence], positions: list[int]) -> Tensor:
+    """One token per row. probs: [B, V] fp32, see `probabilities`. positions: absolute indexes of the tokens to be drawn."""
+    device = probs.device
+    seeds = [seq.seed for seq in rows]
+    seeded = [i for i, seq in enumerate(rows) if seq.request.params.seed is not None]
+    if len(seeded) == len(rows):
+        return race(probs, torch.from_numpy(race_keys(seeds, positions)).to(device))
+    tokens = inverse_cdf(fixed_point(probs), torch.from_numpy(draws53(seeds, positions)).to(device))
+    if seeded:
+        index = torch.tensor(seeded, device=device)
+        keys = race_keys([seeds[i] for i in seeded], [positions[i] for i in seeded])
+        tokens[index] = race(probs[index], torch.from_numpy(keys).to(device))
+    return tokens
+
+
+def _drawn(traits: list[_Traits], errors: dict[int, str]) -> list[int]:
+    """Rows that need a random number."""
+    return [i for i, t in enumerate(traits) if not t.greedy and i not in errors]
+
+
+def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Proposals) -> list[int]:
+    """Tokens of the rows `drawn`; logits: [len(drawn), V]. Seeded rows and rows without a draft draw, the others keep or refuse theirs."""
+    seqs = [rows.seqs[i] for i in drawn]
+    positions = [len(seq.token_ids) + len(rows.ahead[i]) for seq, i in zip(seqs, drawn, strict=True)]
+    probs = probabilities(logits, [seq.request.params for seq in seqs])
+    judged = [k for k, i in enumerate(drawn) if rows.drafts[i] >= 0 and seqs[k].request.params.seed is None]
+    plain = [k for k in range(len(drawn)) if k not in set(judged)] if judged else list(range(len(drawn)))
+    tokens = [0] * len(drawn)
+    if plain:
+        drawn_tokens = draw_tokens(probs[torch.tensor(plain, device=probs.device)], [seqs[k] for k in plain], [positions[k] for k in plain])
+        for k, token in zip(plain, drawn_tokens.tolist(), strict=True):
+            tokens[k] = token
+    if judged:
+        seeds, places = [seqs[k].seed for k in judged], [positions[k] for k in judged]
+        kept = reject(
+            probs[torch.tensor(judged, device=probs.device)],
+            proposals.rows([(seqs[k].seq_id, len(rows.ahead[drawn[k]])) for k in judged]),
+            [rows.drafts[drawn[k]] for k in judged],
+            draws53(seeds, places, Purpose.ACCEPT).tolist(),
+            draws53(seeds, places, Purpose.RESIDUAL).tolist(),
+        )
+        for k, token in zip(judged, kept, strict=True):
+            tokens[k] = token
+    return tokens
+
+
+def _kept_tokens(drafts: list[list[int]], tokens: list[int], errors: dict[int, str]) -> Sampled:
+    """The rows of every sequence up to the first whose token is not its draft. An error in a row that is reached fails the sequence."""
+    kept: list[list[int]] = []
+    failed: dict[int, str] = {}
+    begin = 0
+    for k, ids in enumerate(drafts):
+        count = 1 + accepted_prefix(ids, tokens[begin : begin + len(ids)])
+        kept.append(tokens[begin : begin + count])
+        if errors:
+            bad = next((i for i in range(begin, begin + count) if i in errors), None)
+            if bad is not None:
+                failed[k] = errors[bad]
+        begin += len(ids) + 1
+    return Sampled(kept, errors=failed)
 
 
 def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -204,12 +299,7 @@ def _kept(ordered: Tensor, params: list[SamplingParams]) -> Tensor:
     return keep
 
 
-def fixed_point(probs: Tensor) -> Tensor:
-    """floor(p * 2^31), int64; exact, since the scale is a power of two."""
-    return (probs * FIXED_ONE).to(torch.int64)
-
-
-def _logprobs(logits: Tensor, tokens: list[int], rows: list[Sequence], wanted: list[int]) -> dict[int, list[TokenLogprob]]:
+def _logprobs(logits: Tensor, tokens: list[int], rows: list[Sequence], wanted: list[int]) -> dict[int, TokenLogprob]:
     """Log-probabilities of the model's own distribution for the rows that ask: temperature 1, no edit, no filter."""
     if not wanted:
         return {}
@@ -222,5 +312,5 @@ def _logprobs(logits: Tensor, tokens: list[int], rows: list[Sequence], wanted: l
     for i, logprob, row_ids, row_values in zip(wanted, chosen, ids.tolist(), values.tolist(), strict=True):
         pairs = sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))
         top = [(token, max(value, LOGPROB_FLOOR)) for token, value in pairs[: rows[i].request.params.top_logprobs]]
-        result[i] = [TokenLogprob(max(logprob, LOGPROB_FLOOR), top)]
+        result[i] = TokenLogprob(max(logprob, LOGPROB_FLOOR), top)
     return result

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
 from engine.block_manager import Admit, BlockManager
@@ -54,6 +55,7 @@ class Step:
     """One step of this rank. Empty `seqs`: the rank takes part without work of its own.
 
     rows: the sequences whose logits the batch asks for, in order. idle: nobody in the group has work, no step is taken.
+    drafts: in a verify step the drafted tokens of each sequence, which stand in its slice behind its last token.
     """
 
     kind: StepKind
@@ -61,15 +63,28 @@ class Step:
     slices: list[SequenceSlice] = field(default_factory=list)
     rows: list[Sequence] = field(default_factory=list)
     idle: bool = False
+    drafts: list[list[int]] = field(default_factory=list)
 
     @property
     def batch(self) -> Batch:
         return Batch(self.kind, self.slices)
 
 
+class Drafter(Protocol):
+    """Proposes tokens that a verify step then checks."""
+
+    max_drafts: int
+
+    def propose(self, seqs: list[Sequence], rooms: list[int]) -> list[list[int]]:
+        """Drafts for each sequence, at most as many as its room; an empty list where none are worth it."""
+
+
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Cumulative figures of one rank; tokens unless the name says otherwise."""
+    """Cumulative figures of one rank; tokens unless the name says otherwise.
+
+    verifications: sequences times verify steps. verified_at, accepted_at: drafts checked and kept, by place in the block.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -80,20 +95,34 @@ class SchedulerCounters:
     preemptions: int = 0
     aborted: int = 0
     finished: int = 0
+    verifications: int = 0
+    verified_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
 
 
 class Scheduler:
     """Owns every sequence from `add` to its final output, and the blocks and state slots of all of them."""
 
-    def __init__(self, limits: SchedulerLimits, gate: PrefillGate, cache: PrefixCacheLike, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        gate: PrefillGate,
+        cache: PrefixCacheLike,
+        clock: Callable[[], float],
+        drafter: Drafter | None = None,
+    ) -> None:
         self.limits = limits
         self.gate = gate
         self.cache = cache
         self.clock = clock
+        self.drafter = drafter
         self.blocks = BlockManager(limits.num_blocks, limits.num_state_slots, limits.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.counters = SchedulerCounters()
+        if drafter is not None:
+            self.counters.verified_at = [0] * drafter.max_drafts
+            self.counters.accepted_at = [0] * drafter.max_drafts
         self._by_id: dict[str, Sequence] = {}
         self._finals: list[Output] = []
 
@@ -236,7 +265,10 @@ class Scheduler:
 
     def _select_decode(self) -> Step:
         """One token for every running sequence, after making room for those that cross into a new block."""
+        drafts = self._propose() if self.drafter is not None else {}
         self._grow_tables()
+        if drafts:
+            return self._select_verify(drafts)
         history_len = self.limits.history_len
         seqs = list(self.running)
         slices = []
@@ -247,12 +279,57 @@ class Scheduler:
             slices.append(SequenceSlice(token_ids[last:], last, last + 1, seq.block_table, seq.state_slot, history))
         return Step(StepKind.DECODE, seqs, slices, seqs)
 
+    # ---- drafts
+
+    def _propose(self) -> dict[int, list[int]]:
+        """Drafts by sequence id. A verification emits one token more than it keeps, so room ends one before the length limits do."""
+        assert self.drafter is not None, "drafts without a drafter"
+        most = self.drafter.max_drafts
+        seqs = [seq for seq in self.running if self._remaining(seq) > 1]
+        if not seqs:
+            return {}
+        proposed = self.drafter.propose(seqs, [min(most, self._remaining(seq) - 1) for seq in seqs])
+        return {seq.seq_id: ids for seq, ids in zip(seqs, proposed, strict=True) if ids}
+
+    def _select_verify(self, drafts: dict[int, list[int]]) -> Step:
+        """As a decode step, with each sequence's drafts behind its last token as far as its blocks reach."""
+        history_len = self.limits.history_len
+        step = Step(StepKind.VERIFY)
+        for seq in self.running:
+            token_ids = seq.token_ids
+            last = len(token_ids) - 1
+            ids = self._fit(seq, drafts.get(seq.seq_id, []))
+            history = tuple(token_ids[max(0, last - history_len) : last])
+            tokens = [token_ids[last], *ids]
+            step.slices.append(SequenceSlice(tokens, last, last + len(tokens), seq.block_table, seq.state_slot, history, 0, LogitRows.ALL))
+            step.drafts.append(ids)
+        step.seqs.extend(self.running)
+        step.rows.extend(self.running)
+        return step
+
+    def _fit(self, seq: Sequence, ids: list[int]) -> list[int]:
+        """Drafts that find blocks. Free ones are taken, but nobody is preempted for drafts."""
+        blocks, block_size = self.blocks.blocks, self.limits.block_size
+        end = len(seq.token_ids) + len(ids)
+        while end > len(seq.block_table) * block_size and blocks.num_free:
+            seq.block_table.extend(blocks.allocate())
+        return ids[: len(seq.block_table) * block_size - len(seq.token_ids)]
+
+    def _return_surplus(self) -> None:
+        """Free the blocks that refused drafts have left behind their sequences."""
+        for seq in self.running:
+            needed = self.blocks.blocks_for(len(seq.token_ids))
+            self.blocks.blocks.free_all(seq.block_table[needed:])
+            del seq.block_table[needed:]
+
     # ---- blocks of running sequences
 
     def _grow_tables(self) -> None:
         """Give one block to each sequence whose newest token has none yet; preempt only when a block is really missing."""
         block_size = self.limits.block_size
         short = [seq for seq in self.running if len(seq.token_ids) > len(seq.block_table) * block_size]
+        if self.drafter is not None and len(short) > self.blocks.blocks.num_free:
+            self._return_surplus()
         for seq in short:
             while seq.status is Status.RUNNING and self.blocks.blocks.num_free == 0:
                 self._preempt(self._victim())
@@ -290,6 +367,7 @@ class Scheduler:
         seq.prefill_len = len(seq.token_ids)
         seq.num_preemptions += 1
         seq.checkpoints = []
+        seq.draft_rates = []
         # Behind a prompt in progress: that one holds blocks, and at the head it can always finish and free them.
         self.waiting.insert(1 if self.waiting and self.waiting[0].block_table else 0, seq)
 
@@ -305,9 +383,24 @@ class Scheduler:
         append = self._append
         finished = self.counters.finished
         outputs = [append(seq, row, sampled) for row, seq in enumerate(step.rows) if seq.status is Status.RUNNING]
+        if step.drafts:
+            self._count_drafts(step.drafts, sampled, outputs)
         if self.counters.finished != finished:
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         return outputs
+
+    def _count_drafts(self, drafts: list[list[int]], sampled: Sampled, outputs: list[Output]) -> None:
+        """Note in every output how many drafts were checked and kept; drafts behind a sequence's end are not kept."""
+        counters = self.counters
+        for ids, tokens, output in zip(drafts, sampled.token_ids, outputs, strict=True):
+            if not ids:
+                continue
+            output.drafted = len(ids)
+            output.accepted = min(len(tokens) - 1, len(output.token_ids))
+            counters.verifications += 1
+            for place in range(output.drafted):
+                counters.verified_at[place] += 1
+                counters.accepted_at[place] += place < output.accepted
 
     def _commit_prefill(self, step: Step, sampled: Sampled) -> list[Output]:
         outputs = []
@@ -334,7 +427,6 @@ class Scheduler:
             return self._output(seq, [], FinishReason.ERROR, error=sampled.errors[row])
         tokens = sampled.token_ids[row]
         token_ids = seq.token_ids
-        seq.num_computed = len(token_ids)
         reason = stop_token_id = None
         for count, token in enumerate(tokens, 1):
             token_ids.append(token)
@@ -343,6 +435,7 @@ class Scheduler:
                 tokens = tokens[:count]
                 stop_token_id = token if reason is FinishReason.STOP else None
                 break
+        seq.num_computed = len(token_ids) - 1
         self.counters.generated_tokens += len(tokens)
         logprobs = sampled.logprobs[row][: len(tokens)] if row in sampled.logprobs else []
         if reason is None and seq.first_token_s:

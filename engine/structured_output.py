@@ -179,6 +179,28 @@ def row_masks(rows: list[Sequence], vocab_size: int) -> RowMasks | None:
     return RowMasks(masked, bits[: len(masked)], errors)
 
 
+def draft_masks(seqs: list[Sequence], drafts: list[list[int]], vocab_size: int) -> RowMasks | None:
+    """As `row_masks` for a verification: sequence i has a row behind its last token and one behind each of drafts[i]."""
+    if all(seq.matcher is None for seq in seqs):
+        return None
+    bits = []
+    masked: list[int] = []
+    errors: dict[int, str] = {}
+    begin = 0
+    for seq, ids in zip(seqs, drafts, strict=True):
+        if seq.matcher is not None:
+            out = torch.empty(len(ids) + 1, num_words(vocab_size), dtype=torch.int32)
+            try:
+                seq.matcher.follow(seq.token_ids[seq.prompt_len :])
+                count = seq.matcher.fill_drafts(ids, out)
+                masked.extend(range(begin, begin + count))
+                bits.append(out[:count])
+            except GrammarError as error:
+                errors[begin] = str(error)
+        begin += len(ids) + 1
+    return RowMasks(masked, torch.cat(bits) if bits else torch.empty(0, num_words(vocab_size), dtype=torch.int32), errors)
+
+
 def apply_masks(logits: Tensor, masks: RowMasks) -> None:
     """Set what the masks exclude to -inf, in place. logits: [R, V] fp32; rows without a mask are not touched."""
     if not masks.rows:

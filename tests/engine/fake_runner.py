@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, LogitRows, SequenceSlice
+from engine.models.draft import Choose, DraftSlice
 from engine.random_keys import GOLDEN, _mix64_rows, mix64
 
 
@@ -29,6 +30,7 @@ class FakeLimits:
     precision: str = "F"
     device: str = "cpu"
     fingerprint: str = "fake"
+    draft_block_size: int = 0
 
 
 class FakeKV:
@@ -58,28 +60,48 @@ class FakeKV:
         self.rings[slot, self._rows(position)] = src.numpy().view(np.int64)
 
 
-class FakeRunner:
-    """`run(batch)` as the model runner's. `batches` keeps every batch for assertions when `record` is set."""
+@dataclass(frozen=True, slots=True)
+class FakeDrafts:
+    token_ids: Tensor
+    confidence: Tensor
+    logits: Tensor
 
-    def __init__(self, limits: FakeLimits | None = None, block_size: int = 4, window: int = 4, record: bool = True) -> None:
+
+class FakeRunner:
+    """`run(batch)` and `draft(slices)` as the model runner's. `batches` keeps every batch for assertions when `record` is set.
+
+    Drafts come from the model's own logits plus `draft_noise` times another hash: 0 drafts what greedy decoding will choose.
+    """
+
+    def __init__(
+        self,
+        limits: FakeLimits | None = None,
+        block_size: int = 4,
+        window: int = 4,
+        record: bool = True,
+        draft_noise: float = 0.0,
+    ) -> None:
         self.limits = limits or FakeLimits()
         self.kv = FakeKV(self.limits, block_size, window)
         self.batches: list[Batch] = []
         self.record = record
+        self.draft_noise = draft_noise
+        self.num_drafts = 0
+        self._seen: dict[int, np.ndarray] = {}  # state slot -> tokens of the sequence that ran in it last
         self._powers = np.cumprod(np.full(4096, 6364136223846793005, dtype=np.uint64))
 
     def run(self, batch: Batch) -> Tensor:
         assert batch.slices, "an empty batch reached the model"
-        assert batch.num_tokens <= max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
+        most = self.limits.max_num_seqs * (1 + self.limits.draft_block_size)
+        assert batch.num_tokens <= max(self.limits.max_num_batched_tokens, most)
         _check_exclusive([block for piece in batch.slices for block in piece.block_table])
         _check_exclusive([piece.state_slot for piece in batch.slices])
         if self.record:
             self.batches.append(batch)
-        rows = [self._run_slice(piece) for piece in batch.slices]
-        wanted = [row for row, piece in zip(rows, batch.slices, strict=True) if piece.logit_rows is LogitRows.LAST]
+        wanted = [row for piece in batch.slices for row in self._run_slice(piece)]
         return torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, self.limits.vocab_size)
 
-    def _run_slice(self, piece: SequenceSlice) -> np.ndarray:
+    def _run_slice(self, piece: SequenceSlice) -> list[np.ndarray]:
         kv = self.kv
         assert len(piece.block_table) * kv.block_size >= piece.end, "block table too short"
         positions = np.arange(piece.start, piece.end)
@@ -87,9 +109,43 @@ class FakeRunner:
         kv.tokens[table[positions // kv.block_size], positions % kv.block_size] = piece.token_ids
         kept = positions[-kv.ring_rows :]
         kv.rings[piece.state_slot, kept % kv.ring_rows] = piece.token_ids[-kv.ring_rows :]
-        seen = kv.tokens[table].reshape(-1)[: piece.end]
-        window = kv.rings[piece.state_slot, np.arange(max(0, piece.end - kv.window), piece.end) % kv.ring_rows]
-        return fake_logits(seen, window, piece.history, self.limits.vocab_size, self._powers)
+        seen = kv.tokens[table].reshape(-1)[: piece.end].copy()
+        self._seen[piece.state_slot] = seen
+        first = {LogitRows.NONE: piece.end, LogitRows.LAST: piece.end - 1, LogitRows.ALL: piece.start}[piece.logit_rows]
+        return [self._logits(seen[: i + 1], self._window(piece.state_slot, i + 1), piece.history) for i in range(first, piece.end)]
+
+    def _window(self, slot: int, end: int) -> np.ndarray:
+        return self.kv.rings[slot, np.arange(max(0, end - self.kv.window), end) % self.kv.ring_rows]
+
+    def _logits(self, seen: np.ndarray, window: np.ndarray, history: tuple[int, ...]) -> np.ndarray:
+        return fake_logits(seen, window, history, self.limits.vocab_size, self._powers)
+
+    def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> FakeDrafts:
+        _check_exclusive([piece.state_slot for piece in slices])
+        size = self.limits.draft_block_size
+        self.num_drafts += 1
+        texts = []
+        for piece in slices:
+            known = self._seen[piece.state_slot][: piece.position + 1]
+            assert len(known) == piece.position + 1, "drafts behind tokens that were not computed"
+            assert (self._window(piece.state_slot, piece.position + 1) == known[-self.kv.window :]).all(), "stale draft window"
+            texts.append([*known.tolist(), piece.token_id])
+        ids, confidence, logits = [], [], []
+        for place in range(size):
+            rows = torch.from_numpy(np.stack([self.draft_logits(text) for text in texts]))
+            confidence.append([mix64(sum(text) * 31 + place) % 1000 / 200 - 1.0 for text in texts])
+            chosen = rows.argmax(-1) if choose is None else choose(place, rows.clone())
+            for text, token in zip(texts, chosen.tolist(), strict=True):
+                text.append(token)
+            ids.append(chosen)
+            logits.append(rows)
+        return FakeDrafts(torch.stack(ids, 1), torch.tensor(confidence).T, torch.stack(logits, 1))
+
+    def draft_logits(self, text: list[int]) -> np.ndarray:
+        """[V] fp32: the model's logits behind `text`, disturbed."""
+        seen = np.asarray(text)
+        other = self._logits(seen + 1, seen[-1:], ())
+        return self._logits(seen, seen[-self.kv.window :], ()) + np.float32(self.draft_noise) * other
 
 
 def _check_exclusive(ids: list[int]) -> None:
