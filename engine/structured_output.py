@@ -6,6 +6,7 @@ that drafts are walked first and committed later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from engine.request import Grammar, Sequence
 
+SLOWEST_STEP_S = 0.5  # processor time of one mask; ordinary grammars take a thousandth, and every other sequence waits for it
 _BITS = 32  # ids per mask word
 
 
@@ -107,6 +109,20 @@ class Matcher:
             if not self.accept(token_ids[position]):
                 raise GrammarError(f"output token {token_ids[position]} at position {position} is not in the grammar")
 
+    def next_mask(self, token_ids: Ids[int], out: Tensor) -> bool:
+        """`follow` the whole output, then `fill`. Ends a request whose grammar has become too ambiguous to go on.
+
+        Raises:
+            GrammarError: as both, or the step took too long.
+        """
+        started_s = time.thread_time()
+        self.follow(token_ids)
+        needed = self.fill(out)
+        took_s = time.thread_time() - started_s
+        if took_s > SLOWEST_STEP_S:
+            raise GrammarError(f"the grammar took {took_s:.1f} s behind {self.num_tokens} tokens: it is too ambiguous")
+        return needed
+
     def fill_drafts(self, drafts: Ids[int], out: Tensor) -> int:
         """Masks for a verification: row 0 for the next token, row k+1 for the one behind draft k. out: [>= len(drafts) + 1, W] int32.
 
@@ -171,8 +187,7 @@ def row_masks(rows: list[Sequence], vocab_size: int) -> RowMasks | None:
     errors: dict[int, str] = {}
     for i, seq, matcher in constrained:
         try:
-            matcher.follow(seq.token_ids[seq.prompt_len :])
-            if matcher.fill(bits[len(masked)]):
+            if matcher.next_mask(seq.token_ids[seq.prompt_len :], bits[len(masked)]):
                 masked.append(i)
         except GrammarError as error:
             errors[i] = str(error)

@@ -39,9 +39,10 @@ async def create(front: Front, http: HttpRequest) -> Response:
     thinking = rendered.thinking
     default = default_max_tokens(thinking.enabled, thinking.number >= MAX_EFFORT)
     max_tokens = resolve_max_tokens(front, request, len(rendered.token_ids), default)
+    grammar = await front.checked_grammar(await front.workers.run(front.text.chat_constraint, body, rendered))
     one_call = body.get("parallel_tool_calls") is False
     generation = await begin(
-        front, http, request, rendered.token_ids, max_tokens, lambda: front.text.chat_parser(rendered, request.stop, one_call)
+        front, http, request, rendered.token_ids, max_tokens, lambda: front.text.chat_parser(rendered, request.stop, one_call), grammar
     )
     head = new_head("chat.completion", "chatcmpl", request.model)
     headers = rank_headers(front, generation.ticket)

@@ -35,6 +35,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
     front.metrics.note_unknown(request.unknown)
     refuse_plain_extras(body)
     prompts = await front.workers.run(_encode_all, front, parse_prompts(body, front.limits.vocab_size))
+    grammar = await front.checked_grammar(await front.workers.run(front.text.plain_constraint, body))
     limits = [resolve_max_tokens(front, request, len(ids), DEFAULT_TOKENS) for ids in prompts]
     generations: list[Generation] = []
 
@@ -44,7 +45,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
 
     try:
         for ids, max_tokens in zip(prompts, limits, strict=True):
-            generations.append(await begin(front, http, request, ids, max_tokens, lambda: front.text.plain_parser(request.stop)))
+            generations.append(await begin(front, http, request, ids, max_tokens, lambda: front.text.plain_parser(request.stop), grammar))
     except ApiError:
         close_all()
         raise

@@ -21,6 +21,7 @@ from server import parent_death
 from server.app import create_app
 from server.errors import DixError, Unavailable
 from server.front_state import Front
+from server.grammar_check import GrammarCheck
 from server.heartbeat import HeartbeatFile
 from server.launch import Launch, load_launch
 from server.logs import open_log
@@ -41,7 +42,7 @@ def build_front(launch: Launch) -> Front:
     metrics = FrontMetrics(launch.served_name)
     pool.on_output = metrics.on_output
     metrics.registry.register(RankCollector(metrics, pool))
-    return Front(launch, pool, metrics, Workers())
+    return Front(launch, pool, metrics, Workers(), GrammarCheck(launch.engine.model))
 
 
 class Control:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.request import Grammar
 from server import protocol
 from server.config import ServerConfig
+from server.constraints import Constraint
 from server.errors import Unavailable
+from server.grammar_check import GrammarCheck
 from server.launch import Launch
 from server.metrics import FrontMetrics
 from server.rank_pool import RankPool
@@ -25,6 +28,7 @@ class Front:
     pool: RankPool
     metrics: FrontMetrics
     workers: Workers
+    grammars: GrammarCheck
     keys: list[bytes] = field(default_factory=list)
     tell: Callable[[dict[str, Any]], None] = lambda _message: None
     intervals: dict[str, int] = field(default_factory=dict)
@@ -48,6 +52,17 @@ class Front:
 
     def set_text(self, text: Text) -> None:
         self._text = text
+
+    async def checked_grammar(self, constraint: Constraint | None) -> Grammar | None:
+        """The grammar of a constraint, after it has proved harmless.
+
+        Raises:
+            ApiError: see `GrammarCheck.check`.
+        """
+        if constraint is None:
+            return None
+        await self.grammars.check(constraint, self.limits.vocab_size, self.limits.eos_token_id)
+        return constraint.grammar
 
     @property
     def limits(self) -> protocol.RankLimits:

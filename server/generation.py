@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from starlette.requests import Request as HttpRequest
 
 from engine.errors import RequestError
-from engine.request import Request
+from engine.request import Grammar, Request
 from server.choice import Choice, EndRules
 from server.errors import ApiError, BadRequest, Unavailable
 from server.front_state import Front
@@ -122,6 +122,7 @@ async def begin(
     prompt_ids: list[int],
     max_tokens: int,
     make_parser: Callable[[], OutputParser],
+    grammar: Grammar | None = None,
 ) -> Generation:
     """Hand the choices of one prompt to a rank. After this the caller must call `Generation.close` on every path.
 
@@ -131,7 +132,9 @@ async def begin(
     keys = prompt_keys(prompt_ids) if len(prompt_ids) <= INLINE_TOKENS else await front.workers.run(prompt_keys, prompt_ids)
     try:
         requests = [
-            Request(new_engine_id(), prompt_ids, request.params(index, max_tokens), request.cache_read, request.cache_write)
+            Request(
+                new_engine_id(), prompt_ids, request.params(index, max_tokens), request.cache_read, request.cache_write, grammar=grammar
+            )
             for index in range(request.n)
         ]
     except RequestError as error:

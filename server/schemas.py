@@ -64,13 +64,15 @@ READ = frozenset(
         "cache_salt",
         "functions",
         "function_call",
+        "regex",
+        "ebnf",
         "prompt",
         "echo",
         "suffix",
         "best_of",
     ]
 )
-UNSUPPORTED = ("structural_tag", "regex", "ebnf", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
+UNSUPPORTED = ("structural_tag", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def _refuse_unsupported(f: Fields) -> None:
             raise f.fail(name, "is not supported: use tools and tool_choice", "unsupported_parameter")
     for name in UNSUPPORTED:
         if f.raw(name) is not None:
-            raise f.fail(name, "is not supported: structured output is not available on this server", "unsupported_parameter")
+            raise f.fail(name, "is not supported: use response_format, regex or ebnf", "unsupported_parameter")
     if f.raw("cache_salt") is not None:
         f.string("cache_salt", MAX_HINT)
         raise f.fail("cache_salt", "is not supported: cache isolation is not configured", "unsupported_parameter")

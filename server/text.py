@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.tokenizer import Tokenizer
-from server.encoding import Encoder, load_encoder
+from server.constraints import Constraint, chat_constraint, plain_constraint
+from server.encoding import ControlIds, Encoder, control_ids, load_encoder
+from server.grammar_check import grammars_available
 from server.launch import Launch
 from server.output_parser import OutputParser
 from server.rendering import RenderedPrompt, RenderOptions, render_chat
@@ -23,7 +25,11 @@ class Text:
     tokenizer: Tokenizer
     encoder: Encoder
     options: RenderOptions
-    eos_id: int
+    controls: ControlIds
+
+    @property
+    def eos_id(self) -> int:
+        return self.controls.eos
 
     def render_chat(self, body: dict[str, Any]) -> RenderedPrompt:
         """Raises BadRequest with the field that is wrong."""
@@ -40,6 +46,14 @@ class Text:
             one_call=one_call,
         )
 
+    def chat_constraint(self, body: dict[str, Any], rendered: RenderedPrompt) -> Constraint | None:
+        """Raises BadRequest with the field that is wrong."""
+        return chat_constraint(body, rendered, self.encoder.dialect, self.controls, constrained=self.options.constrained)
+
+    def plain_constraint(self, body: dict[str, Any]) -> Constraint | None:
+        """Raises BadRequest with the field that is wrong."""
+        return plain_constraint(body, constrained=self.options.constrained)
+
     def plain_parser(self, stops: Sequence[str]) -> OutputParser:
         return OutputParser(self.encoder.dialect, self.tokenizer, stops=stops, raw=True)
 
@@ -53,5 +67,7 @@ def load_text(launch: Launch) -> Text:
     directory = Path(launch.engine.model)
     tokenizer = Tokenizer.from_dir(directory)
     encoder = load_encoder(directory, launch.server.trust_checkpoint_code)
-    options = RenderOptions(default_thinking=launch.server.default_thinking)
-    return Text(tokenizer, encoder, options, tokenizer.token_id(encoder.dialect.eos))
+    # A replaced engine (tests) follows no grammar.
+    constrained = grammars_available() and not launch.engine_factory
+    options = RenderOptions(default_thinking=launch.server.default_thinking, constrained=constrained)
+    return Text(tokenizer, encoder, options, control_ids(encoder.dialect, tokenizer))
