@@ -12,7 +12,7 @@ from typing import Any
 
 from deepinfer_cli.api import Api, RequestRefused
 from deepinfer_cli.bench import agentx_plan, agentx_verdict
-from deepinfer_cli.bench.agentx_collect import HARNESS_DIR, HARNESS_LOG, SAMPLES, collect, write_tables
+from deepinfer_cli.bench.agentx_collect import HARNESS_DIR, HARNESS_LOG, SAMPLES, Collected, collect, write_tables
 from deepinfer_cli.bench.agentx_live import LiveView, ServerSampler, as_event, one_line
 from deepinfer_cli.bench.agentx_preflight import Preflight
 from deepinfer_cli.bench.agentx_sets import GENERATED
@@ -45,6 +45,7 @@ NOTHING_YET_S = 5.0  # before the window there is nothing to export, and the har
 LOADING_LIMIT_S = 3600.0
 AFTER_WINDOW_S = 120.0  # grace and export come on top of the window; beyond, the harness itself hangs
 UNOFFICIAL = "unofficial"
+KILLED = -9
 
 
 @dataclass(slots=True)
@@ -187,25 +188,8 @@ class AgentxRun:
             self._call.ui.event("progress", **event)
 
     def _conclude(self, ending: Ending, began_s: float, before: Mapping[str, Any] | None) -> Verdict:
-        after = self._server_counters()
         collected = collect(self.folder, self._plan.traces, began_s)
-        verdict = agentx_verdict.judge(
-            Evidence(
-                plan=self._plan,
-                rows=collected.rows,
-                exit_code=ending.exit_code if not ending.stuck else -9,
-                aggregate=collected.aggregate,
-                counters=collected.counters,
-                log=collected.log,
-                interrupted=ending.interrupted,
-                clock_step_s=self._clock.step_s,
-                client_cpu=self._cpu.share,
-                answering_model=self._found.answering_model,
-                server_restarts=restarts(before, after),
-                server_errors=errors_between(before, after),
-                our_server=self._found.ours,
-            )
-        )
+        verdict = self._judge(ending, collected, before, self._server_counters())
         write_tables(self.folder, collected)
         partial = ending.interrupted or ending.stuck or collected.aggregate is None
         client, server = agentx_verdict.client_hit_share(collected.rows), collected.counters.hit_share if collected.counters else None
@@ -226,10 +210,30 @@ class AgentxRun:
             "counters_before": collected.counters_before,
             "counters_after": collected.counters_after,
             "hit_share": {"client": client, "server": server},
+            "harness_ideal_hit_share": collected.aggregate.ideal_hit_share if collected.aggregate else None,
             "notes": [*self._found.notes, *(r.text for r in verdict.warnings), *apart],
         }
         write_json(self.folder / "run.json", self._body)
         return verdict
+
+    def _judge(self, ending: Ending, collected: Collected, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Verdict:
+        return agentx_verdict.judge(
+            Evidence(
+                plan=self._plan,
+                rows=collected.rows,
+                exit_code=KILLED if ending.stuck else ending.exit_code,
+                aggregate=collected.aggregate,
+                counters=collected.counters,
+                log=collected.log,
+                interrupted=ending.interrupted,
+                clock_step_s=self._clock.step_s,
+                client_cpu=self._cpu.share,
+                answering_model=self._found.answering_model,
+                server_restarts=restarts(before, after),
+                server_errors=errors_between(before, after),
+                our_server=self._found.ours,
+            )
+        )
 
 
 def command_for(plan: AgentxPlan) -> str:

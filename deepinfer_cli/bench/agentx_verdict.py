@@ -102,7 +102,7 @@ def judge(evidence: Evidence) -> Verdict:
         comparable=not reasons and not apart,
         reasons=tuple(reasons),
         not_comparable=tuple(apart),
-        warnings=tuple(_warnings(evidence, window)),
+        warnings=tuple(_warnings(evidence, window, counts)),
         counts=counts,
         coverage=covered,
         official=evidence.aggregate.submission_valid if evidence.aggregate else None,
@@ -284,8 +284,11 @@ def client_hit_share(rows: Sequence[RequestRow]) -> float | None:
     return sum(r.cached_tokens or 0 for r in told) / prompt if prompt else None
 
 
-def _warnings(evidence: Evidence, window: Sequence[RequestRow]) -> list[Reason]:
+def _warnings(evidence: Evidence, window: Sequence[RequestRow], counts: Counts) -> list[Reason]:
     found = []
+    if counts.lost and not evidence.interrupted:
+        text = f"{counts.lost} request(s) still ran {evidence.plan.grace_s:g} s after the window and are in no record"
+        found.append(Reason("lost", text))
     client, server = client_hit_share(window), evidence.counters.hit_share if evidence.counters else None
     if client is not None and server is not None and abs(client - server) > MAX_HIT_GAP:
         found.append(Reason("hit_rate_differs", f"hit rate {client:.1%} by the answers, {server:.1%} by the server's counters"))

@@ -150,59 +150,77 @@ class _Metrics:
 
 def _row(record: Mapping[str, Any], traces: TraceSet, run: str, origin: int, lanes: Mapping[str, int]) -> RequestRow:
     meta, read, error = record["metadata"], _Metrics(record.get("metrics") or {}), record.get("error")
-    warmup = _is_warmup(meta)
-    recorded = traces.recorded(
-        str(meta.get("source_trace_id")), int(meta.get("source_outer_idx", -1)), int(meta.get("source_inner_idx", -1))
-    )
+    warmup, root = _is_warmup(meta), _root(meta)
+    source = (str(meta.get("source_trace_id")), int(meta.get("source_outer_idx", -1)), int(meta.get("source_inner_idx", -1)))
+    recorded = traces.recorded(*source)
     asked = None if recorded is None else 1 if warmup else max(1, recorded.output_tokens)
-    output, gaps = read.count("usage_completion_tokens", "output_sequence_length"), read.gaps()
+    output = read.count("usage_completion_tokens", "output_sequence_length")
     outcome = classify(meta, error, read.count("usage_completion_tokens"), asked, read.number("osl_mismatch_diff_pct"))
-    start, end = int(meta["request_start_ns"]), int(meta["request_end_ns"])
-    chunks = len(gaps) + 1 if gaps or read.number("time_to_first_token") is not None else 0
-    reused = read.number("http_req_connection_reused")
     return RequestRow(
         run=run,
         phase=WARMUP if warmup else WINDOW,
-        request_id=str(meta.get("x_request_id", "")),
-        session_id=str(meta.get("x_correlation_id", "")),
-        root_id=_root(meta),
-        parent_id=meta.get("parent_correlation_id"),
-        trace=str(meta.get("source_trace_id", "")),
-        conversation=str(meta.get("conversation_id", "")),
-        kind=_kind(meta),
-        depth=int(meta.get("agent_depth", 0)),
-        turn=int(meta.get("turn_index", 0)),
-        lane=lanes[_root(meta)],
-        scheduled_s=(int(meta.get("credit_issued_ns") or start) - origin) / 1e9,
-        start_s=(start - origin) / 1e9,
-        end_s=(end - origin) / 1e9,
-        queue_ms=(start - int(meta["credit_issued_ns"])) / 1e6 if meta.get("credit_issued_ns") else None,
-        ttft_ms=read.number("time_to_first_token"),
-        ttfo_ms=read.number("time_to_first_output_token"),
-        tpot_ms=read.number("inter_token_latency"),
-        itl_max_ms=max(gaps, default=None),
-        itl_p99_ms=_percentile(gaps, 0.99),
-        stalls=_stalls(gaps),
-        e2e_ms=read.number("request_latency"),
-        prompt_tokens=read.count("usage_prompt_tokens", "input_sequence_length"),
-        cached_tokens=read.count("usage_prompt_cache_read_tokens"),
-        output_tokens=output,
-        reasoning_tokens=read.count("usage_reasoning_tokens", "reasoning_token_count"),
+        root_id=root,
+        lane=lanes[root],
+        **_identity(meta),
+        **_times(meta, read, origin),
+        **_sizes(read, output),
         requested_tokens=asked,
         recorded_prompt_tokens=None if recorded is None else recorded.prompt_tokens,
-        chunks=chunks,
-        tokens_per_chunk=output / chunks if output and chunks else None,
         rank=_rank(record),
-        reused_conn=None if reused is None else bool(reused),
         finish_reason=None,
         ok=outcome == OK,
         outcome=outcome,
         error_code=str(error.get("code") or "") if error else "",
         error_type=str(error.get("type", "")) if error else "",
         error_text=_error_text(error) if error else _shortfall(outcome, output, asked),
-        start_ns=start,
-        end_ns=end,
     )
+
+
+def _identity(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "request_id": str(meta.get("x_request_id", "")),
+        "session_id": str(meta.get("x_correlation_id", "")),
+        "parent_id": meta.get("parent_correlation_id"),
+        "trace": str(meta.get("source_trace_id", "")),
+        "conversation": str(meta.get("conversation_id", "")),
+        "kind": _kind(meta),
+        "depth": int(meta.get("agent_depth", 0)),
+        "turn": int(meta.get("turn_index", 0)),
+    }
+
+
+def _times(meta: Mapping[str, Any], read: _Metrics, origin: int) -> dict[str, Any]:
+    start, end = int(meta["request_start_ns"]), int(meta["request_end_ns"])
+    issued, gaps = meta.get("credit_issued_ns"), read.gaps()
+    return {
+        "start_ns": start,
+        "end_ns": end,
+        "scheduled_s": (int(issued or start) - origin) / 1e9,
+        "start_s": (start - origin) / 1e9,
+        "end_s": (end - origin) / 1e9,
+        "queue_ms": (start - int(issued)) / 1e6 if issued else None,
+        "ttft_ms": read.number("time_to_first_token"),
+        "ttfo_ms": read.number("time_to_first_output_token"),
+        "tpot_ms": read.number("inter_token_latency"),
+        "e2e_ms": read.number("request_latency"),
+        "itl_max_ms": max(gaps, default=None),
+        "itl_p99_ms": _percentile(gaps, 0.99),
+        "stalls": _stalls(gaps),
+    }
+
+
+def _sizes(read: _Metrics, output: int | None) -> dict[str, Any]:
+    gaps, reused = read.gaps(), read.number("http_req_connection_reused")
+    chunks = len(gaps) + 1 if gaps or read.number("time_to_first_token") is not None else 0
+    return {
+        "prompt_tokens": read.count("usage_prompt_tokens", "input_sequence_length"),
+        "cached_tokens": read.count("usage_prompt_cache_read_tokens"),
+        "output_tokens": output,
+        "reasoning_tokens": read.count("usage_reasoning_tokens", "reasoning_token_count"),
+        "chunks": chunks,
+        "tokens_per_chunk": output / chunks if output and chunks else None,
+        "reused_conn": None if reused is None else bool(reused),
+    }
 
 
 def classify(meta: Mapping[str, Any], error: Any, counted: int | None, asked: int | None, mismatch_pct: float | None = None) -> str:

@@ -124,7 +124,9 @@ def test_request_that_never_ended_is_found_although_no_record_holds_it() -> None
 
 def test_slow_answers_cut_off_by_the_grace_time_are_not_called_hung() -> None:
     slow = [record(i, metrics={"request_latency": 8000.0}, request_end_ns=_end(i, 8.0)) for i in range(60)]
-    assert codes(evidence(slow, log=LogFacts(sent=61, cancelled=1, window_began=True))) == set()
+    verdict = judge(evidence(slow, log=LogFacts(sent=61, cancelled=1, window_began=True)))
+    assert (verdict.valid, verdict.counts.lost) == (True, 1)
+    assert [warning.code for warning in verdict.warnings] == ["lost"]
 
 
 def _end(index: int, seconds: float) -> int:
