@@ -36,7 +36,8 @@ def make_ready(call: Invocation) -> Path:
     """The embedded model's directory, created in the cache on first use."""
     from engine.models.tiny import ensure_tiny
 
-    return Path(ensure_tiny(call.paths.models))
+    with call.ui.progress("tiny", 1.0) as bar:
+        return Path(ensure_tiny(call.paths.models, on_progress=lambda phase, share: bar.update(share, phase)))
 
 
 def download(call: Invocation, name: str) -> Path:

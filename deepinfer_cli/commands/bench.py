@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from deepinfer_cli import complete
 from deepinfer_cli.bench.recipe import load_recipe, recipe_names
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
@@ -18,7 +19,9 @@ from hicache.errors import ConfigError
 
 def _run(
     call: Invocation,
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from dix bench list, or a TOML file.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", autocompletion=complete.recipes, help="A name from dix bench list, or a TOML file.")
+    ],
     port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
     url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Runs; several give intervals between runs.")] = 1,

@@ -216,7 +216,7 @@ def show(call: Invocation, model: str, url: str, results: list[Turn], damaged: i
 
     stamp = STAMP if is_tiny(model) else None
     words = {ExitCode.OK: "same tokens with and without the cache", ExitCode.INVALID: "nothing proved: no later turn came from the cache"}
-    verdict = words.get(code, "the cache changes the answer" if damaged <= 0 else f"{damaged} damaged stored pages were found")
+    verdict = words.get(code, "the cache changes the answer" if damaged <= 0 else f"damaged stored pages found: {damaged}")
     if call.json:
         body = {"model": model, "url": url, "turns": [dataclasses.asdict(t) for t in results], "checksum_errors": damaged}
         call.ui.document("dix.check-cache/1", {**body, "verdict": verdict, "exit_code": int(code), "note": stamp})

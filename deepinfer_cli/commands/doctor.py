@@ -27,7 +27,7 @@ def _doctor(
     Next: dix serve tiny
     """
     findings = examine(call.paths)
-    table = kernel_table() if ops else []
+    table = kernel_table(call.settings.engine.ops) if ops else []
     failed = any(f.verdict == "fail" for f in findings)
     if call.json:
         body = {"findings": [dataclasses.asdict(f) for f in findings], "environment": environment_snapshot()}
@@ -41,10 +41,15 @@ def _doctor(
     return ExitCode.NO if failed else ExitCode.OK
 
 
-def kernel_table() -> list[tuple[str, str]]:
+def kernel_table(choice: str) -> list[tuple[str, str]]:
     """Operation -> the implementation that would run here."""
-    registry = importlib.import_module("engine.ops.registry")
-    return [(str(op), str(backend)) for op, backend in registry.selection().items()]
+    import torch
+
+    # The model names every operation it uses; importing it registers them.
+    importlib.import_module("engine.models.deepseek_v41")
+    from engine.ops.registry import select
+
+    return sorted(select(choice, "cuda" if torch.cuda.is_available() else "cpu").items())
 
 
 doctor = command(_doctor)

@@ -67,7 +67,8 @@ def run_offline(call: Invocation, directory: Path, texts: list[str], chat: bool,
 
     engine = {f.name: getattr(call.settings.engine, f.name) for f in dataclasses.fields(call.settings.engine) if f.name != "model"}
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    llm = LLM(str(directory), hicache=call.settings.hicache, **engine)
+    with call.ui.progress("loading", 1.0) as bar:
+        llm = LLM(str(directory), hicache=call.settings.hicache, on_progress=lambda stage, share: bar.update(share, stage), **engine)
     try:
         if chat:
             return list(llm.generate(prompt_token_ids=[_chat_ids(directory, text, call) for text in texts], params=params))

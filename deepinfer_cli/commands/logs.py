@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from deepinfer_cli import complete
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
@@ -38,7 +39,12 @@ class LogLine:
 
 def _logs(
     call: Invocation,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Server.  [default: the only or last one]", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", autocompletion=complete.servers, help="Server.  [default: the only or last one]", show_default=False
+        ),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing; Ctrl-C ends it.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=0, help="Lines to show first.")] = 50,
     level: Annotated[str, typer.Option("--level", metavar="|".join(LEVELS), help="Least severe lines to show.")] = "info",

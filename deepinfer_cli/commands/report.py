@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from deepinfer_cli import complete
 from deepinfer_cli.bench.runs import find_runs
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
@@ -24,7 +25,8 @@ from hicache.errors import ConfigError
 def _report(
     call: Invocation,
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN", help="last, a run, a label, a recipe or a path.  [default: last]")
+        list[str] | None,
+        typer.Argument(metavar="RUN", autocompletion=complete.runs, help="last, a run, a label, a recipe or a path.  [default: last]"),
     ] = None,
     baseline: Annotated[
         list[str] | None, typer.Option("--baseline", metavar="RUN", help="Compare with these runs; may be repeated.")

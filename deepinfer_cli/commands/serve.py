@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepinfer_cli import complete
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
 from engine.config import EngineConfig
@@ -21,7 +22,10 @@ SECTIONS = ("engine", "hicache", "server")
 LEAVE_OUT = ("engine.model",)
 
 Model = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="tiny, a model directory, or a hub id.  [default: tiny]", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="MODEL", autocompletion=complete.models, help="tiny, a model directory, or a hub id.  [default: tiny]", show_default=False
+    ),
 ]
 Name = Annotated[
     str | None,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepinfer_cli import complete
 from deepinfer_cli.api import Api, RequestRefused
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
@@ -41,7 +42,10 @@ class Line:
 
 def _status(
     call: Invocation,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this server only.  [default: all]", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", autocompletion=complete.servers, help="Show this server only.  [default: all]", show_default=False),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing; Ctrl-C ends it.")] = False,
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two looks.")] = "1s",
 ) -> int:
@@ -117,7 +121,7 @@ def cells(line: Line) -> tuple[Any, ...]:
     state, seen = line.state, line.seen
     ranks = sum(1 for p in state.processes if p.role == "rank")
     if not line.running:
-        note = state.last_failure or "ended without stop"
+        note = "ended without stop" + (f"; before: {state.last_failure}" if state.last_failure else "")
         return (state.name, "stopped", None, None, ranks, None, None, None, None, None, None, f"{note} → dix logs {state.name}")
     up = show_duration(time.time() - state.started_unix_s) if state.started_unix_s else None
     word = state.state if state.state != "ready" else (seen.state if seen else "not answering")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepinfer_cli import complete
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
@@ -16,7 +17,12 @@ from deepinfer_cli.units import parse_duration
 
 def _stop(
     call: Invocation,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Server to stop.  [default: the only one]", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", autocompletion=complete.servers, help="Server to stop.  [default: the only one]", show_default=False
+        ),
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Stop every server.")] = False,
     grace: Annotated[
         str, typer.Option("--grace", metavar="TIME", help="Wait this long for running requests.  [default: 30s]", show_default=False)

@@ -61,7 +61,7 @@ def test_a_damaged_page_exits_1_although_the_tokens_are_the_same(dix: Dix) -> No
     with serving(cache="damaged") as server:
         ran = dix("check-cache", "--port", server.port, "--prompt-tokens", 400)
     assert ran.code == 1
-    assert "2 damaged stored pages" in ran.out
+    assert "damaged stored pages found: 2" in ran.out
 
 
 def test_no_hit_exits_5(dix: Dix) -> None:

@@ -144,3 +144,9 @@ def test_doctor_always_reports(dix: Dix, monkeypatch: pytest.MonkeyPatch) -> Non
     findings = json.loads(dix("doctor", "--json").out)["findings"]
     assert len(findings) == 9
     assert any("no /proc" in finding["text"] and finding["verdict"] == "warn" for finding in findings)
+
+
+def test_doctor_lists_the_kernel_of_every_operation(dix: Dix) -> None:
+    table = {row["op"]: row["backend"] for row in dix("doctor", "--ops", "--json").json["ops"]}
+    assert table["rms_norm"] in ("reference", "triton", "cuda")
+    assert len(table) > 5

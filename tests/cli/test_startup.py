@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +60,14 @@ def test_help_is_quick() -> None:
         subprocess.run([sys.executable, "-m", "deepinfer_cli", "--help"], capture_output=True, check=True)
         best_s = min(best_s, time.perf_counter() - started_s)
     assert best_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [("dix sto", "stop"), ("dix stop de", "demo"), ("dix bench run smo", "smoke"), ("dix report la", "last")]
+)
+def test_the_shell_completes_names_without_model_code(line: str, expected: str, home: Path) -> None:
+    (home / "state" / "servers" / "demo").mkdir(parents=True)
+    environment = {**os.environ, "_DIX_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    code = "import sys; from deepinfer_cli.main import main; sys.argv = ['dix']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert expected in done.stdout.split()

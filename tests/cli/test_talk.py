@@ -119,7 +119,7 @@ def test_status_shows_a_live_and_a_dead_server(dix: Dix, home: Path) -> None:
         out = dix("status").out
         document = {each["name"]: each for each in dix("status", "--json").json["servers"]}
     assert "25%" in out  # device KV: 250 of 1,000 tokens
-    assert "killed, out of memory → dix logs gone" in out
+    assert "ended without stop; before: killed, out of memory → dix logs gone" in out
     assert document["alive"]["state"] == "ready"
     assert document["alive"]["running"] == 1
     assert document["gone"]["state"] == "stopped"
@@ -134,10 +134,14 @@ def test_a_server_that_does_not_answer_is_named_so(dix: Dix, home: Path) -> None
 
 
 def test_rates_need_two_samples_and_totals_keep_replaced_ranks() -> None:
-    metrics = {"state": "ready", "ranks": [{"tokens": {"generated_total": 5}}], "totals": {"tokens": {"generated_total": 105}}}
+    metrics: dict[str, Any] = {
+        "state": "ready",
+        "ranks": [{"tokens": {"generated_total": 5}}],
+        "totals": {"tokens": {"generated_total": 105}},
+    }
     first = from_metrics(metrics, None, 10.0)
     assert first.tok_s is None
-    metrics["totals"]["tokens"]["generated_total"] = 205  # type: ignore[call-overload,index]
+    metrics["totals"]["tokens"]["generated_total"] = 205
     assert from_metrics(metrics, first, 12.0).tok_s == pytest.approx(50)
 
 

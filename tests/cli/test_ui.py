@@ -16,7 +16,7 @@ from hicache.errors import ConfigError
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
-    encoding = "utf-8"  # type: ignore[assignment]
+    encoding = "utf-8"
 
     def isatty(self) -> bool:
         return True
