@@ -6,7 +6,10 @@ import re
 
 
 class Markers:
-    """A set of strings to look for. Where two begin together the longer one wins."""
+    """A set of strings to look for. Where two begin together the longer one wins.
+
+    With a marker inside another one, what is found depends on how the text arrives: the inner one may be complete first.
+    """
 
     def __init__(self, *markers: str) -> None:
         self.markers = tuple(sorted(markers, key=len, reverse=True))
