@@ -172,11 +172,16 @@ def _counts(evidence: Evidence, counts: Counts, window: Sequence[RequestRow]) ->
     return found
 
 
+def gave_up(evidence: Evidence) -> bool:
+    """Whether open requests were cut off on purpose, by the user or by the harness."""
+    return evidence.interrupted or (evidence.aggregate is not None and evidence.aggregate.was_cancelled)
+
+
 def _hung(evidence: Evidence, counts: Counts, window: Sequence[RequestRow]) -> list[Reason]:
     """A request still open long after every other would have ended. With slow answers the grace time proves nothing."""
     open_ended = counts.cancelled + counts.lost
     usual_s = sorted(r.e2e_ms or 0.0 for r in window if r.ok)[-1] / 1e3 if counts.ok else 0.0
-    if not open_ended or evidence.interrupted or (evidence.aggregate and evidence.aggregate.was_cancelled):
+    if not open_ended or gave_up(evidence):
         return []
     if evidence.plan.grace_s < max(LEAST_HANG_S, HANG_FACTOR * usual_s):
         return []
@@ -286,7 +291,7 @@ def client_hit_share(rows: Sequence[RequestRow]) -> float | None:
 
 def _warnings(evidence: Evidence, window: Sequence[RequestRow], counts: Counts) -> list[Reason]:
     found = []
-    if counts.lost and not evidence.interrupted:
+    if counts.lost and not gave_up(evidence):
         text = f"{counts.lost} request(s) still ran {evidence.plan.grace_s:g} s after the window and are in no record"
         found.append(Reason("lost", text))
     client, server = client_hit_share(window), evidence.counters.hit_share if evidence.counters else None

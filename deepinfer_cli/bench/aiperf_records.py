@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,6 +24,8 @@ RANK_HEADER = "x-deepinfer-rank"
 STALL_MS, STALL_FACTOR = 50.0, 5.0
 ERROR_TEXT = 400  # characters kept of an error's text
 WARMUP, WINDOW = "warmup", "window"
+# A failed stream's message is the harness's rendering of an event, with the body somewhere inside.
+_ERROR_BODY = re.compile(r'\{\s*"error"\s*:\s*\{.*?\}\s*\}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +255,11 @@ def _rank(record: Mapping[str, Any]) -> int | None:
 
 
 def _error_text(error: Mapping[str, Any]) -> str:
-    """The server's own words where the message is its JSON body; the operating system's where a connection failed."""
+    """The server's own words where the message holds its JSON body; the operating system's where a connection failed."""
     text = str(error.get("cause") or error.get("message") or "")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        text = str(json.loads(text)["error"]["message"])
+    if body := _ERROR_BODY.search(text):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = str(json.loads(body[0])["error"]["message"])
     return text[:ERROR_TEXT]
 
 

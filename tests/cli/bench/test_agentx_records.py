@@ -98,6 +98,9 @@ def test_outcome_of_a_record(made: dict[str, Any], outcome: str) -> None:
 
 def test_error_text_is_the_server_s_own_words() -> None:
     assert rows([failed(1, '{"error": {"message": "out of blocks"}}')])[0].error_text == "out of blocks"
+    event = """SSEResponseError('Error: SSEMessage(packets=[SSEField(value=\\'{"error":{"message":"a rank died","code":"x"}}\\')])')"""
+    assert rows([failed(1, event)])[0].error_text == "a rank died"
+    assert rows([failed(1, '{"error": {broken}}')])[0].error_text == '{"error": {broken}}'
     assert rows([failed(1, "plain words")])[0].error_text == "plain words"
     refused = record(1) | {"error": {"type": "ClientConnectorError", "message": "long story", "cause": "ConnectionRefusedError(111)"}}
     assert rows([refused])[0].error_text == "ConnectionRefusedError(111)"
