@@ -47,7 +47,7 @@ class ServerSampler(threading.Thread):
 
     def __init__(self, api: Api, path: Path, interval_s: float) -> None:
         super().__init__(daemon=True)
-        self._api, self._path, self._interval_s = api, path, interval_s
+        self._api, self._path, self.interval_s = api, path, interval_s
         self._ended = threading.Event()
         self.first: dict[str, Any] | None = None
         self.latest: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class ServerSampler(threading.Thread):
                     self.latest = metrics
                     file.write(json.dumps({"unix_s": round(unix_s, 3), "metrics": metrics}) + "\n")
                     file.flush()
-                self._ended.wait(max(0.05, self._interval_s - (time.monotonic() - began_s)))
+                self._ended.wait(max(0.05, self.interval_s - (time.monotonic() - began_s)))
 
     def stop(self) -> None:
         self._ended.set()

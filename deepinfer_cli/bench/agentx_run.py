@@ -12,7 +12,7 @@ from typing import Any
 
 from deepinfer_cli.api import Api, RequestRefused
 from deepinfer_cli.bench import agentx_plan, agentx_verdict
-from deepinfer_cli.bench.agentx_collect import HARNESS_DIR, HARNESS_LOG, SAMPLES, Collected, collect, write_tables
+from deepinfer_cli.bench.agentx_collect import HARNESS_DIR, HARNESS_LOG, NEAR_S, SAMPLES, Collected, collect, write_tables
 from deepinfer_cli.bench.agentx_live import LiveView, ServerSampler, as_event, one_line
 from deepinfer_cli.bench.agentx_preflight import Preflight
 from deepinfer_cli.bench.agentx_sets import GENERATED
@@ -179,6 +179,8 @@ class AgentxRun:
         view.look(sampler.first, sampler.latest)
         if view.in_window:
             self._cpu.look(child)
+            if view.now.elapsed_s > NEAR_S:
+                sampler.interval_s = max(SAMPLE_S, self._call.settings.bench.sample_interval_s)
 
     def _tell(self, view: LiveView, events: Any) -> None:
         event = as_event(view.now)

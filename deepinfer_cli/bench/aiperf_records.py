@@ -96,12 +96,24 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def request_rows(records: Iterable[Mapping[str, Any]], traces: TraceSet, run: str = "") -> list[RequestRow]:
-    """All rows in order of their start, warm-up included."""
-    ordered = sorted(records, key=lambda r: int(r["metadata"]["request_start_ns"]))
-    window = [int(r["metadata"]["request_start_ns"]) for r in ordered if not _is_warmup(r["metadata"])]
-    origin = window[0] if window else int(ordered[0]["metadata"]["request_start_ns"]) if ordered else 0
-    lanes = _assign_lanes(ordered)
-    return [_row(record, traces, run, origin, lanes) for record in ordered]
+    """All rows in order of their start, warm-up included. Records are let go one by one: their gaps are most of their size."""
+    drafts = sorted((_draft(record, traces) for record in records), key=lambda draft: int(draft["start_ns"]))
+    starts = [draft["start_ns"] for draft in drafts if draft["phase"] == WINDOW] or [draft["start_ns"] for draft in drafts[:1]]
+    lanes = _assign_lanes(drafts)
+    return [_finish(draft, run, starts[0], lanes) for draft in drafts]
+
+
+def _finish(draft: dict[str, Any], run: str, origin_ns: int, lanes: Mapping[str, int]) -> RequestRow:
+    """Adds what only all records together tell."""
+    start_s = (draft["start_ns"] - origin_ns) / 1e9
+    return RequestRow(
+        run=run,
+        lane=lanes[draft["root_id"]],
+        scheduled_s=start_s - (draft["queue_ms"] or 0.0) / 1e3,
+        start_s=start_s,
+        end_s=(draft["end_ns"] - origin_ns) / 1e9,
+        **draft,
+    )
 
 
 def _is_warmup(metadata: Mapping[str, Any]) -> bool:
@@ -112,14 +124,12 @@ def _root(metadata: Mapping[str, Any]) -> str:
     return str(metadata.get("root_correlation_id") or metadata.get("x_correlation_id") or metadata.get("x_request_id"))
 
 
-def _assign_lanes(ordered: list[Mapping[str, Any]]) -> dict[str, int]:
+def _assign_lanes(drafts: list[dict[str, Any]]) -> dict[str, int]:
     """Root -> lane. The harness does not say which lane a session ran in: a new session takes the lane that has been free the longest."""
     spans: dict[str, list[int]] = {}
-    for record in ordered:
-        meta = record["metadata"]
-        start, end = int(meta["request_start_ns"]), int(meta["request_end_ns"])
-        span = spans.setdefault(_root(meta), [start, end])
-        span[1] = max(span[1], end)
+    for draft in drafts:
+        span = spans.setdefault(draft["root_id"], [draft["start_ns"], draft["end_ns"]])
+        span[1] = max(span[1], draft["end_ns"])
     free_at: list[int] = []
     lanes: dict[str, int] = {}
     for root, (start, end) in spans.items():
@@ -151,38 +161,37 @@ class _Metrics:
         return [float(v) for v in value] if isinstance(value, list) else []
 
 
-def _row(record: Mapping[str, Any], traces: TraceSet, run: str, origin: int, lanes: Mapping[str, int]) -> RequestRow:
+def _draft(record: Mapping[str, Any], traces: TraceSet) -> dict[str, Any]:
+    """The columns that one record tells by itself."""
     meta, read, error = record["metadata"], _Metrics(record.get("metrics") or {}), record.get("error")
-    warmup, root = _is_warmup(meta), _root(meta)
+    warmup = _is_warmup(meta)
     source = (str(meta.get("source_trace_id")), int(meta.get("source_outer_idx", -1)), int(meta.get("source_inner_idx", -1)))
     recorded = traces.recorded(*source)
     asked = None if recorded is None else 1 if warmup else max(1, recorded.output_tokens)
     output = read.count("usage_completion_tokens", "output_sequence_length")
     outcome = classify(meta, error, read.count("usage_completion_tokens"), asked, read.number("osl_mismatch_diff_pct"))
-    return RequestRow(
-        run=run,
-        phase=WARMUP if warmup else WINDOW,
-        root_id=root,
-        lane=lanes[root],
+    return {
+        "phase": WARMUP if warmup else WINDOW,
         **_identity(meta),
-        **_times(meta, read, origin),
+        **_times(meta, read),
         **_sizes(read, output),
-        requested_tokens=asked,
-        recorded_prompt_tokens=None if recorded is None else recorded.prompt_tokens,
-        rank=_rank(record),
-        finish_reason=None,
-        ok=outcome == OK,
-        outcome=outcome,
-        error_code=str(error.get("code") or "") if error else "",
-        error_type=str(error.get("type", "")) if error else "",
-        error_text=_error_text(error) if error else _shortfall(outcome, output, asked),
-    )
+        "requested_tokens": asked,
+        "recorded_prompt_tokens": None if recorded is None else recorded.prompt_tokens,
+        "rank": _rank(record),
+        "finish_reason": None,
+        "ok": outcome == OK,
+        "outcome": outcome,
+        "error_code": str(error.get("code") or "") if error else "",
+        "error_type": str(error.get("type", "")) if error else "",
+        "error_text": _error_text(error) if error else _shortfall(outcome, output, asked),
+    }
 
 
 def _identity(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "request_id": str(meta.get("x_request_id", "")),
         "session_id": str(meta.get("x_correlation_id", "")),
+        "root_id": _root(meta),
         "parent_id": meta.get("parent_correlation_id"),
         "trace": str(meta.get("source_trace_id", "")),
         "conversation": str(meta.get("conversation_id", "")),
@@ -192,15 +201,12 @@ def _identity(meta: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _times(meta: Mapping[str, Any], read: _Metrics, origin: int) -> dict[str, Any]:
+def _times(meta: Mapping[str, Any], read: _Metrics) -> dict[str, Any]:
     start, end = int(meta["request_start_ns"]), int(meta["request_end_ns"])
     issued, gaps = meta.get("credit_issued_ns"), read.gaps()
     return {
         "start_ns": start,
         "end_ns": end,
-        "scheduled_s": (int(issued or start) - origin) / 1e9,
-        "start_s": (start - origin) / 1e9,
-        "end_s": (end - origin) / 1e9,
         "queue_ms": (start - int(issued)) / 1e6 if issued else None,
         "ttft_ms": read.number("time_to_first_token"),
         "ttfo_ms": read.number("time_to_first_output_token"),
