@@ -259,15 +259,17 @@ def judge(recipe: Recipe, default_max_failed: float, raw: list[dict[str, Any]], 
     counts = {"planned": recipe.requests, "made": len(raw)}
     for record in raw:
         counts[str(record["outcome"])] = counts.get(str(record["outcome"]), 0) + 1
-    bad = len(raw) - counts.get("ok", 0)
+    # What an interrupt cut off or kept from starting is not the server's failure.
+    bad = len(raw) - counts.get("ok", 0) - (counts.get("cancelled", 0) if interrupted else 0)
     missing = recipe.requests - len(raw)
+    unsent = 0 if interrupted else max(0, missing)
     limit = default_max_failed if recipe.limits.max_failed is None else recipe.limits.max_failed
     reasons = []
     if not raw:
         reasons.append("no request was made")
     # Turns that were never sent because an earlier one failed are failures of the run as well.
-    if (bad + max(0, missing)) > limit * recipe.requests:
-        reasons.append(f"{bad} of {len(raw)} requests failed and {missing} were never sent; the limit is {limit:.0%} of {recipe.requests}")
+    if bad + unsent > limit * recipe.requests:
+        reasons.append(f"{bad} of {len(raw)} requests failed and {unsent} were never sent; the limit is {limit:.0%} of {recipe.requests}")
     if interrupted:
         reasons.append("interrupted")
     status = "partial" if interrupted or missing > 0 else "complete"

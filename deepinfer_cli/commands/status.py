@@ -19,7 +19,7 @@ from deepinfer_cli.servers import find_server, read_key
 from deepinfer_cli.ui import Column
 from deepinfer_cli.units import parse_duration, show_duration, show_number
 from server.errors import ServerUnreachable
-from server.state import ServerState, is_running, list_servers, read_state, servers_dir
+from server.state import ServerState, is_running, read_state, servers_dir
 
 COLUMNS = [
     Column("NAME", right=False, role="accent"),
@@ -104,7 +104,10 @@ def follow(call: Invocation, name: str | None, interval_s: float) -> None:
     before: dict[str, Glance] = {}
     if call.json or not call.ui.stdout.isatty():
         while True:
-            for line in collect(call, name, before):
+            lines = collect(call, name, before)
+            if not lines and not call.json:
+                call.ui.print("nothing is running")
+            for line in lines:
                 if call.json:
                     call.ui.event("status", **plain(line))
                 else:
@@ -154,10 +157,6 @@ def plain(line: Line) -> dict[str, Any]:
         "hit_rate": seen.hit_share if seen else None,
         "tok_s": seen.tok_s if seen else None,
     }
-
-
-def running_servers(call: Invocation) -> list[ServerState]:
-    return list_servers(call.paths.state)
 
 
 def _percent(share: float | None) -> str | None:

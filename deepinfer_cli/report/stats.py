@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,8 +203,4 @@ def _growth(now: Mapping[str, Any], then: Mapping[str, Any], group: str, name: s
 def _errors(requests: pd.DataFrame) -> list[tuple[str, int]]:
     bad = requests[~requests["ok"]]
     counts = (bad["outcome"] + ": " + bad["error_text"].where(bad["error_text"] != "", bad["error_code"])).value_counts()
-    return [(str(text), int(count)) for text, count in counts.items()]
-
-
-def finite(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
+    return [(str(text).removesuffix(": "), int(count)) for text, count in counts.items()]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from deepinfer_cli.main import COMMANDS
+from deepinfer_cli.main import COMMANDS, main
 
 FOLDER = Path(__file__).parent / "help"
 
@@ -27,14 +28,10 @@ def command_lines() -> list[tuple[str, ...]]:
 
 
 def help_text(words: tuple[str, ...]) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("DIX_", "DEEPINFER_"))} | {
-        "COLUMNS": "100",
-        "TERMINAL_WIDTH": "100",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "deepinfer_cli", *words, "--help"], capture_output=True, text=True, check=True, env=environment
-    )
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+        assert main([*words, "--help"]) == 0
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines()) + "\n"
 
 
 def path_of(words: tuple[str, ...]) -> Path:

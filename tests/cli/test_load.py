@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,3 +193,22 @@ def test_progress_with_json_is_json_lines(dix: Dix, tmp_path: Path) -> None:
     events = [json.loads(line) for line in ran.out.splitlines()]
     assert events[-1]["event"] == "run"
     assert {event["event"] for event in events[:-1]} == {"progress"}
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, home: Path) -> None:
+    with serving(fault="hang", only_turn=1) as server:
+        command = [sys.executable, "-m", "deepinfer_cli", "bench", "run", str(write_recipe(tmp_path)), "--port", str(server.port)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        deadline = time.monotonic() + 30
+        while not any(body["messages"][-1]["role"] == "user" and len(body["messages"]) == 3 for body in server.requests):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    assert child.returncode == 130, err
+    (folder,) = (home / "state" / "runs").iterdir()
+    run = json.loads((folder / "run.json").read_text())
+    assert (run["status"], run["valid"], run["reasons"]) == ("partial", False, ["interrupted"])
+    assert run["counts"]["ok"] >= 1
+    assert run["counts"]["cancelled"] >= 1
+    assert len(pd.read_parquet(folder / "requests.parquet")) == run["counts"]["made"]
