@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.errors import ConfigError
 from engine.request import Sequence
 
 HOLD = "hold"  # the value of a plan's kind that makes a sequence wait for another one's prefix
@@ -15,6 +16,9 @@ class PrefixCacheLike(Protocol):
 
     A plan is the cache's own record; the scheduler reads only its `kind`, a string enum: hit, miss or hold.
     """
+
+    def begin_step(self) -> None:
+        """A scheduling step begins: what it may restore is bounded."""
 
     def plan(self, seq: Sequence) -> Any:
         """Match a sequence without blocks; what matched is pinned until `restore` or `abandon`."""
@@ -37,7 +41,18 @@ class PrefixCacheLike(Protocol):
     def reset(self) -> None:
         """Forget everything stored."""
 
+    def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+        """What a prompt would restore now, and why not more. Changes nothing."""
+
+    def inject_fault(
+        self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1, seconds: float = 0.005
+    ) -> dict[str, Any]:
+        """Break something on purpose. Raises ConfigError when that is not possible."""
+
     def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None:
+        """The engine ends. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,9 @@ class NoPrefixCache:
     """Misses always; the twin that tests compare the real cache with."""
 
     _plan = NoPlan()
+
+    def begin_step(self) -> None:
+        return None
 
     def plan(self, seq: Sequence) -> NoPlan:
         return self._plan
@@ -72,5 +90,16 @@ class NoPrefixCache:
     def reset(self) -> None:
         return None
 
+    def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+        return {"prompt_tokens": len(tokens), "restore_tokens": 0, "miss": "off"}
+
+    def inject_fault(
+        self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1, seconds: float = 0.005
+    ) -> dict[str, Any]:
+        raise ConfigError(f"fault {kind!r} is not possible here", hint="it needs a host cache: --hicache-size-gb")
+
     def stats(self) -> dict[str, Any]:
         return {}
+
+    def close(self) -> None:
+        return None

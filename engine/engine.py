@@ -167,6 +167,7 @@ class Engine:
             GroupError: a peer is gone. Other exceptions of the model end the rank as well; its owner fails the open requests.
         """
         self._take_grammars()
+        self.cache.begin_step()
         step = self.scheduler.schedule()
         self.idle = step.idle and not self.grammars
         outputs = self._finals + self.scheduler.take_finals()
@@ -209,26 +210,26 @@ class Engine:
         return rank_record(self.scheduler, self._steps, self.cache.stats())
 
     def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]:
-        """Break something on purpose: "flip" bytes of a stored page, or make one row of the next logits "nan".
+        """Break something on purpose: make one row of the next logits "nan", or harm the host cache ("flip", "drop", "short", "delay").
 
-        where: which page and bytes, see `PrefixCache.inject_fault`. Returns what was broken.
+        where: which page, bytes and copies, see `PrefixCache.inject_fault`. Returns what was broken.
 
         Raises:
-            RequestError: unknown kind, or no host cache to break.
-            ConfigError: nothing is stored yet, or the place does not exist.
+            ConfigError: unknown kind, no host cache to break, nothing stored yet, or the place does not exist.
         """
         if kind == "nan":
             self.sampler.poison_next_row = True
             return {"kind": kind}
-        inject = getattr(self.cache, "inject_fault", None)
-        if kind != "flip" or inject is None:
-            raise RequestError(f"fault {kind!r} is not possible here", hint="flip (with a host cache) or nan")
-        detail: dict[str, Any] = inject(kind, **where)
-        return detail
+        return self.cache.inject_fault(kind, **where)
+
+    def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+        """What a prompt would restore from the host cache now, and why not more; see `hicache.explain`. Changes nothing."""
+        return self.cache.explain(tokens, salt)
 
     def close(self) -> None:
-        """Leave the group. Open requests get no output; calling it twice is harmless."""
+        """Leave the group and give the cache's memory back. Open requests get no output; calling it twice is harmless."""
         self.grammars.close()
+        self.cache.close()
         self.group.close()
 
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from server import protocol
 from server.answers import FINGERPRINT
+from server.cache_explain import described
 from server.errors import ApiError, BadRequest, Unavailable
 from server.fields import Fields
 from server.front_state import Front
@@ -17,7 +18,7 @@ from server.json_body import read_object
 from server.json_response import JsonResponse
 from server.metrics import json_document
 from server.prometheus import CONTENT_TYPE, exposition
-from server.schemas import check_model
+from server.schemas import cache_salt, check_model
 
 PAGE_PATH = Path(__file__).with_name("page.html")
 OWN_FAULTS = frozenset({"exit", "raise", "hang"})  # these leave no rank that could answer
@@ -119,6 +120,25 @@ async def reset_prefix_cache(front: Front) -> Response:
     return JsonResponse({})
 
 
+async def explain_cache(front: Front, http: HttpRequest) -> Response:
+    """What a chat body (or {"prompt": ...}) would restore on every rank, and where it parts from what is stored. Generates nothing."""
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    text, fields = front.text, Fields(body)
+    tools = None
+    if body.get("messages") is not None:
+        rendered = await front.workers.run(text.render_chat, body)
+        ids, tools = rendered.token_ids, rendered.tools
+    else:
+        prompt = fields.string("prompt", front.config.max_body_bytes)
+        if prompt is None:
+            raise fields.fail("prompt", "is missing: send messages or prompt", "missing_field")
+        ids = await front.workers.run(text.tokenizer.encode, prompt, True)
+    salt = front.tenants.salt(http.state.key_id, cache_salt(fields, front.tenants.mode == "field"))
+    records = await front.pool.operate(lambda operation: protocol.ExplainPrompt(operation, ids, salt))
+    ranks = [{"rank": rank, **described(record, text, ids, tools)} for rank, record in enumerate(records)]
+    return JsonResponse({"prompt_tokens": len(ids), "ranks": ranks})
+
+
 def scheduling(front: Front) -> dict[str, Any]:
     engine = front.launch.engine
     values = {"prefill_any_interval": engine.prefill_any_interval, "prefill_attempt_interval": engine.prefill_attempt_interval}
@@ -153,7 +173,9 @@ async def set_scheduling(front: Front, http: HttpRequest) -> Response:
 
 
 async def debug_fault(front: Front, http: HttpRequest) -> Response:
-    """Break a rank on purpose: {"kind": "flip" | "exit" | "raise" | "hang", "rank": 0 or absent for all}."""
+    """Break a rank on purpose: {"kind": ..., "rank": 0 or absent for all}. Kinds: exit, raise, hang; nan; and for the host cache
+    flip (target, page, byte, count), drop, short (count) and delay (count, seconds).
+    """
     body = await read_object(http, front.config.max_body_bytes, front.workers)
     fields = Fields(body)
     kind = fields.string("kind", 64)
@@ -165,5 +187,19 @@ async def debug_fault(front: Front, http: HttpRequest) -> Response:
         front.pool.send_fault(kind, ranks)
         return JsonResponse({"ranks": [], "sent": True})
     # With several ranks the fault hits wherever it can: a rank that has nothing stored has nothing to flip.
-    done = await front.pool.operate(lambda operation: protocol.Fault(operation, kind), ranks, any_suffices=True)
+    arguments = _fault_arguments(fields)
+    done = await front.pool.operate(lambda operation: protocol.Fault(operation, kind, arguments), ranks, any_suffices=True)
     return JsonResponse({"ranks": done})
+
+
+def _fault_arguments(fields: Fields) -> dict[str, Any]:
+    """Where and how often; what is absent is left to the engine."""
+    limit = 2**31 - 1
+    given: dict[str, Any] = {
+        "target": fields.string("target", 64),
+        "page": fields.integer("page", -limit, limit),
+        "byte": fields.integer("byte", 0, limit),
+        "count": fields.integer("count", 1, limit),
+        "seconds": fields.number("seconds", 0, 60, 0.005) if fields.raw("seconds") is not None else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}

@@ -116,6 +116,10 @@ def _add_admin(app: FastAPI, front: Front) -> None:
     async def reset_prefix_cache() -> Response:
         return await admin.reset_prefix_cache(front)
 
+    @app.post("/deepinfer/cache/explain")
+    async def explain_cache(request: Request) -> Response:
+        return await admin.explain_cache(front, request)
+
     @app.get("/deepinfer/scheduling")
     async def scheduling() -> Response:
         return JsonResponse(admin.scheduling(front))

@@ -42,7 +42,14 @@ async def create(front: Front, http: HttpRequest) -> Response:
     grammar = await front.checked_grammar(await front.workers.run(front.text.chat_constraint, body, rendered))
     one_call = body.get("parallel_tool_calls") is False
     generation = await begin(
-        front, http, request, rendered.token_ids, max_tokens, lambda: front.text.chat_parser(rendered, request.stop, one_call), grammar
+        front,
+        http,
+        request,
+        rendered.token_ids,
+        max_tokens,
+        lambda: front.text.chat_parser(rendered, request.stop, one_call),
+        grammar,
+        anchor_tokens=rendered.anchor_tokens,
     )
     head = new_head("chat.completion", "chatcmpl", request.model)
     headers = rank_headers(front, generation.ticket)
@@ -58,7 +65,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
         front.metrics.streams_open -= 1
         generation.close()
 
-    return EventStream(_events(generation, request, head), on_close, headers)
+    return EventStream(_events(generation, request, head, rendered), on_close, headers)
 
 
 async def _complete(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> dict[str, Any]:
@@ -67,7 +74,8 @@ async def _complete(generation: Generation, request: CommonRequest, head: Head, 
         for choice, piece in batch or ():
             messages[choice.index].add(piece, choice.logprobs(piece))
     choices = [message.to_choice(choice, request.logprobs) for message, choice in zip(messages, generation.choices, strict=True)]
-    return {**head.with_choices(choices), "usage": usage(generation.ticket, generation.choices)}
+    explained = await generation.explanation(rendered.tools)
+    return {**head.with_choices(choices), "usage": usage(generation.ticket, generation.choices), **explained}
 
 
 class ChunkWriter:
@@ -78,17 +86,18 @@ class ChunkWriter:
         self.request = request
         self.head = head
 
-    def chunk(self, choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None) -> bytes:
-        value = self.head.with_choices(choices, ".chunk")
+    def chunk(self, choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None, **extra: Any) -> bytes:
+        value = {**self.head.with_choices(choices, ".chunk"), **extra}
         if self.request.continuous_usage:
             value["usage"] = usage(self.generation.ticket, self.generation.choices)
         elif self.request.include_usage:
             value["usage"] = usage_now
         return event(value)
 
-    def opening(self) -> bytes:
+    def opening(self, explained: dict[str, Any]) -> bytes:
         return b"".join(
-            self.chunk([chunk_choice(choice.index, {"role": "assistant", "content": ""})]) for choice in self.generation.choices
+            self.chunk([chunk_choice(choice.index, {"role": "assistant", "content": ""})], **(explained if choice.index == 0 else {}))
+            for choice in self.generation.choices
         )
 
     def piece(self, choice: Choice, piece: Delta) -> bytes:
@@ -108,11 +117,11 @@ class ChunkWriter:
         return self.chunk([], usage(self.generation.ticket, self.generation.choices)) + DONE
 
 
-async def _events(generation: Generation, request: CommonRequest, head: Head) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> AsyncIterator[bytes]:
     writer = ChunkWriter(generation, request, head)
     ended: set[int] = set()
-    yield writer.opening()
     try:
+        yield writer.opening(await generation.explanation(rendered.tools))
         async for batch in generation.pieces():
             if batch is None:
                 yield KEEP_ALIVE

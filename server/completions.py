@@ -95,7 +95,7 @@ async def _complete(generations: list[Generation], request: CommonRequest, head:
             entries = [entry for piece in pieces for entry in choice.logprobs(piece)]
             logprobs = plain_logprobs(entries, 0) if request.logprobs else None
             choices.append(_choice(len(choices), "".join(piece.text for piece in pieces), choice.finish_reason, logprobs, choice))
-    return {**head.with_choices(choices), "usage": _usage(generations)}
+    return {**head.with_choices(choices), "usage": _usage(generations), **await generations[0].explanation()}
 
 
 async def _collect(generation: Generation) -> list[list[Delta]]:
@@ -110,7 +110,8 @@ async def _events(generations: list[Generation], request: CommonRequest, head: H
     """Prompts are streamed one after the other; their generations run at the same time."""
 
     def chunk(choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None) -> bytes:
-        value = head.with_choices(choices)
+        value = {**head.with_choices(choices), **explained}
+        explained.clear()  # the first chunk carries it
         if request.continuous_usage:
             value["usage"] = _usage(generations)
         elif request.include_usage:
@@ -118,6 +119,7 @@ async def _events(generations: list[Generation], request: CommonRequest, head: H
         return event(value)
 
     try:
+        explained = await generations[0].explanation()
         for number, generation in enumerate(generations):
             async for data in _one_prompt(generation, number * request.n, request, chunk):
                 yield data

@@ -40,7 +40,8 @@ class Tags:
 class Dialect:
     """What the adapter and the output parser need to know about a chat format.
 
-    header_thinking/header_chat: the text that opens an assistant turn. tasks: task name -> control token.
+    user: the control token that opens a user turn. header_thinking/header_chat: the text that opens an assistant turn.
+    tasks: task name -> control token.
     efforts: effort name -> number.
     """
 
@@ -50,6 +51,7 @@ class Dialect:
     think_end: str
     dsml: str
     image: str
+    user: str
     header_thinking: str
     header_chat: str
     tasks: dict[str, str]

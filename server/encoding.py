@@ -127,7 +127,7 @@ def _read_dialect(module: ModuleType, path: Path) -> Dialect:
     try:
         dsml = str(module.dsml_token)
         efforts = {str(name): int(value) for name, value in module.REASONING_EFFORT_MAPPINGS.items()}
-        chat = _tail(module.encode_messages([{"role": "user", "content": _PROBE}], "chat"))
+        user, _, chat = str(module.encode_messages([{"role": "user", "content": _PROBE}], "chat")).rpartition(_PROBE)
         thinking = _tail(module.encode_messages([{"role": "user", "content": _PROBE}], "thinking"))
         calls = module.encode_messages(
             [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}], "chat"
@@ -139,6 +139,7 @@ def _read_dialect(module: ModuleType, path: Path) -> Dialect:
             think_end=str(module.thinking_end_token),
             dsml=dsml,
             image=str(module.IMAGE_PLACEHOLDER),
+            user=user.removeprefix(str(module.bos_token)),
             header_thinking=thinking,
             header_chat=chat,
             tasks=dict(_first(module, "TASK_TOKENS", "DS_TASK_SP_TOKENS", "TASK_SP_TOKENS", default={})),

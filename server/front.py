@@ -29,6 +29,7 @@ from server.metrics import FrontMetrics
 from server.prometheus import RankCollector
 from server.rank_pool import RankPool
 from server.router import Router
+from server.tenants import Tenants
 from server.text import load_text
 from server.workers import Workers
 
@@ -42,7 +43,8 @@ def build_front(launch: Launch) -> Front:
     metrics = FrontMetrics(launch.served_name)
     pool.on_output = metrics.on_output
     metrics.registry.register(RankCollector(metrics, pool))
-    return Front(launch, pool, metrics, Workers(), GrammarCheck(launch.engine.model))
+    tenants = Tenants(launch.hicache.isolation, launch.read_cache_secret())
+    return Front(launch, pool, metrics, Workers(), GrammarCheck(launch.engine.model), tenants)
 
 
 class Control:

@@ -16,6 +16,7 @@ from server.launch import Launch
 from server.metrics import FrontMetrics
 from server.rank_pool import RankPool
 from server.schemas import Bounds
+from server.tenants import Tenants
 from server.text import Text
 from server.workers import Workers
 
@@ -29,6 +30,7 @@ class Front:
     metrics: FrontMetrics
     workers: Workers
     grammars: GrammarCheck
+    tenants: Tenants = field(default_factory=Tenants)
     keys: list[bytes] = field(default_factory=list)
     tell: Callable[[dict[str, Any]], None] = lambda _message: None
     intervals: dict[str, int] = field(default_factory=dict)
@@ -74,7 +76,8 @@ class Front:
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds((self.launch.served_name,), self.limits.vocab_size, self.config.max_tokens_limit)
+        salted = self.tenants.mode == "field"
+        return Bounds((self.launch.served_name,), self.limits.vocab_size, self.config.max_tokens_limit, salted)
 
     @property
     def state(self) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
 from engine.errors import RequestError
 from engine.request import Grammar, Request
+from server.cache_explain import explanation, wants_explanation
 from server.choice import Choice, EndRules
 from server.errors import ApiError, BadRequest, Unavailable
 from server.front_state import Front
@@ -18,6 +20,7 @@ from server.rank_pool import new_engine_id
 from server.router import prompt_keys
 from server.schemas import CommonRequest
 from server.tickets import Ticket
+from server.tools import Tools
 
 KEEP_ALIVE_S = 10.0
 INLINE_TOKENS = 4096  # hashing more tokens than this goes to a worker
@@ -33,6 +36,7 @@ class Generation:
     ticket: Ticket
     choices: list[Choice]
     prompt_ids: list[int]
+    salt: str = ""
     outcome: str = "abort"
     closed: bool = False
 
@@ -64,6 +68,11 @@ class Generation:
             raise
         self.outcome = self.choices[0].finish_reason or "stop"
 
+    async def explanation(self, tools: Tools | None = None) -> dict[str, Any]:
+        """The answer's field `cache_explain`, or nothing when none was asked for. Raises ApiError when the rank failed."""
+        found = await explanation(self.ticket.explanation, self.front.text, self.prompt_ids, tools)
+        return {} if found is None else {"cache_explain": found}
+
     def _patience_s(self) -> float:
         """How long to wait for output before something has to be done. Raises ApiError when a limit has passed."""
         config, waited_s = self.front.config, time.monotonic() - self.ticket.started_s
@@ -93,7 +102,7 @@ class Generation:
             self.front.metrics.oddities.update(asdict(choice.parser.counts))
         if self.outcome in ("stop", "length", "tool_calls"):
             choice = self.choices[0]
-            self.front.pool.router.finished(self.prompt_ids + choice.token_ids, len(self.prompt_ids), self.ticket.rank)
+            self.front.pool.router.finished(self.prompt_ids + choice.token_ids, len(self.prompt_ids), self.ticket.rank, self.salt)
         self.front.check_drained()
 
 
@@ -123,29 +132,43 @@ async def begin(
     max_tokens: int,
     make_parser: Callable[[], OutputParser],
     grammar: Grammar | None = None,
+    *,
+    anchor_tokens: int = 0,
 ) -> Generation:
     """Hand the choices of one prompt to a rank. After this the caller must call `Generation.close` on every path.
+
+    anchor_tokens: leading tokens of system and tools text, which other prompts are likely to share.
 
     Raises:
         ApiError: refused; nothing was started.
     """
-    keys = prompt_keys(prompt_ids) if len(prompt_ids) <= INLINE_TOKENS else await front.workers.run(prompt_keys, prompt_ids)
+    explain = wants_explanation(http)
+    salt = front.tenants.salt(http.state.key_id, request.cache_salt)
+    inline = len(prompt_ids) <= INLINE_TOKENS
+    keys = prompt_keys(prompt_ids, salt) if inline else await front.workers.run(prompt_keys, prompt_ids, salt)
     try:
         requests = [
             Request(
-                new_engine_id(), prompt_ids, request.params(index, max_tokens), request.cache_read, request.cache_write, grammar=grammar
+                new_engine_id(),
+                prompt_ids,
+                request.params(index, max_tokens),
+                cache_read=request.cache_read,
+                cache_write=request.cache_write,
+                cache_salt=salt,
+                cache_anchor_tokens=anchor_tokens,
+                grammar=grammar,
             )
             for index in range(request.n)
         ]
     except RequestError as error:
         raise BadRequest(None, str(error)) from None
     session = session_of(http, request)
-    ticket = front.pool.dispatch(requests, session, request.user, keys, http.state.request_id)
+    ticket = front.pool.dispatch(requests, session, request.user, keys, http.state.request_id, explain=explain)
     front.metrics.admitted_total += 1
     rules = EndRules(front.text.eos_id, request.ignore_eos, request.min_tokens)
     token_bytes = front.text.tokenizer.token_bytes if request.logprobs else None
     choices = [Choice(index, make_parser(), rules, token_bytes) for index in range(request.n)]
-    return Generation(front, ticket, choices, prompt_ids)
+    return Generation(front, ticket, choices, prompt_ids, salt)
 
 
 def session_of(http: HttpRequest, request: CommonRequest) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,14 @@ class Launch:
     def served_name(self) -> str:
         return self.server.served_name or self.name
 
+    @property
+    def cache_secret_path(self) -> Path:
+        return Path(self.server_dir) / "cache.secret"
+
+    def read_cache_secret(self) -> bytes:
+        """What makes page keys and tenants' salts of this server unpredictable."""
+        return self.cache_secret_path.read_bytes()
+
     def rendezvous_path(self, generation: int) -> Path:
         return self.boot_dir / f"rendezvous-{generation}"
 
@@ -69,12 +78,21 @@ class Launch:
             )
         for directory in (Path(self.server_dir), self.log_dir, self.boot_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_cache_secret()
         path = Path(self.server_dir) / "launch.json"
         temporary = path.with_suffix(".tmp")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(self)))
         temporary.rename(path)
         return path
+
+    def _make_cache_secret(self) -> None:
+        """A fresh one, except when a cache was kept: its pages can only be found with the secret that their keys were made with."""
+        path = self.cache_secret_path
+        if path.exists():
+            return
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
 
 
 def load_launch(path: Path) -> Launch:

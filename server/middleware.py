@@ -13,10 +13,11 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError
+from server.tenants import key_id
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version", "/", "/metrics", "/deepinfer/metrics"})
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/deepinfer/scheduling", "/deepinfer/debug/fault"})
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/deepinfer/cache/explain", "/deepinfer/scheduling", "/deepinfer/debug/fault"})
 MAX_HEADER_BYTES = 32 * 1024
 LOOPBACK = frozenset({"127.0.0.1", "::1"})
 log = logging.getLogger("front")
@@ -39,7 +40,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         request_id = choose_request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, key_id="", trusted=False)
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -61,7 +62,7 @@ class Gate:
                 await send_error(send_with_id, ApiError(500, "internal_error", "internal error", type="server_error"))
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError 401 or 431 before the body is read."""
+        """Raises ApiError 401 or 431 before the body is read. Notes whose key it is, and whether the peer may see operators' data."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             raise ApiError(431, None, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         keys = list(self.keys())
@@ -70,7 +71,8 @@ class Gate:
             return
         if not keys:
             client = scope.get("client")
-            if path in ADMIN_PATHS and (client is None or client[0] not in LOOPBACK):
+            scope["state"]["trusted"] = client is not None and client[0] in LOOPBACK
+            if path in ADMIN_PATHS and not scope["state"]["trusted"]:
                 raise unauthorized("this route is only open to loop-back peers while no API key is configured")
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -82,6 +84,7 @@ class Gate:
         # Every key is compared, in constant time each: the answer's timing says nothing about which one was close.
         if sum(hmac.compare_digest(key.strip(), known) for known in keys) == 0:
             raise unauthorized("the API key is not accepted")
+        scope["state"].update(key_id=key_id(key.strip()), trusted=True)
 
 
 def choose_request_id(scope: Scope) -> str:

@@ -13,7 +13,10 @@ from engine.request import Output, Request
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True):
+    """`explain`: number of an operation whose answer says what the request finds in the prefix cache; 0 asks for none."""
+
     request: Request
+    explain: int = 0
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -28,6 +31,14 @@ class ResetCache(msgspec.Struct, tag="reset_cache", frozen=True):
     operation: int
 
 
+class ExplainPrompt(msgspec.Struct, tag="explain", frozen=True):
+    """What would this prompt restore from the prefix cache?"""
+
+    operation: int
+    token_ids: list[int]
+    salt: str
+
+
 class SetScheduling(msgspec.Struct, tag="set_scheduling", frozen=True):
     operation: int
     prefill_attempt_interval: int | None
@@ -39,6 +50,7 @@ class Fault(msgspec.Struct, tag="fault", frozen=True):
 
     operation: int
     kind: str
+    arguments: dict[str, Any] = {}
 
 
 class RankLimits(msgspec.Struct, frozen=True):
@@ -94,7 +106,7 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     exit_code: int = 4
 
 
-ToRank = AddRequest | Abort | Wake | ResetCache | SetScheduling | Fault
+ToRank = AddRequest | Abort | Wake | ResetCache | ExplainPrompt | SetScheduling | Fault
 FromRank = Ready | Outputs | Refused | Stats | Reply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -45,7 +45,8 @@ class EngineLike(Protocol):
     def reset_prefix_cache(self) -> None: ...
     def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None: ...
     def stats(self) -> dict[str, Any]: ...
-    def inject_fault(self, kind: str) -> dict[str, Any]: ...
+    def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]: ...
+    def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -124,7 +125,9 @@ class RankLoop:
 
     def _apply(self, message: protocol.ToRank) -> None:
         match message:
-            case protocol.AddRequest(request):
+            case protocol.AddRequest(request, explain):
+                if explain:  # before the request itself leaves anything in the cache
+                    self._reply(explain, lambda: self.engine.explain_prompt(request.prompt_token_ids, request.cache_salt))
                 try:
                     self.engine.add_request(request)
                 except DixError as error:
@@ -134,10 +137,12 @@ class RankLoop:
                     self.engine.abort(request_id)
             case protocol.ResetCache(operation):
                 self._reply(operation, self._reset)
+            case protocol.ExplainPrompt(operation, token_ids, salt):
+                self._reply(operation, lambda: self.engine.explain_prompt(token_ids, salt))
             case protocol.SetScheduling(operation, attempt, any_):
                 self._reply(operation, lambda: self._set_intervals(attempt, any_))
-            case protocol.Fault(operation, kind):
-                self._reply(operation, lambda: self._break(kind))
+            case protocol.Fault(operation, kind, arguments):
+                self._reply(operation, lambda: self._break(kind, arguments))
             case protocol.Wake():
                 pass
 
@@ -155,14 +160,14 @@ class RankLoop:
         self.engine.set_prefill_intervals(attempt, any_)
         return {}
 
-    def _break(self, kind: str) -> dict[str, Any]:
+    def _break(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if kind == "exit":
             os._exit(17)
         if kind == "raise":
             raise RuntimeError("fault injected by request")
         while kind == "hang":
             time.sleep(1.0)
-        return self.engine.inject_fault(kind)
+        return self.engine.inject_fault(kind, **arguments)
 
     def _publish(self, outputs: list[Output]) -> None:
         mine = [output for output in outputs if output.request_id == WARM_UP_ID]

@@ -129,8 +129,10 @@ class RankPool:
             code = "starting" if self.generation <= 1 else "rank_failed"
             raise Unavailable(code, "the model is not ready yet", retry_after_s=2)
 
-    def dispatch(self, requests: list[Request], session: str | None, user: str, keys: PromptKeys, request_id: str) -> Ticket:
-        """Accept the choices of one HTTP request into one rank's queue.
+    def dispatch(
+        self, requests: list[Request], session: str | None, user: str, keys: PromptKeys, request_id: str, *, explain: bool = False
+    ) -> Ticket:
+        """Accept the choices of one HTTP request into one rank's queue. `explain` asks what the first of them finds in the prefix cache.
 
         Raises:
             Unavailable: not serving. ApiError: 429 when the chosen rank's queue is full.
@@ -155,7 +157,10 @@ class RankPool:
         view.tickets[ticket.engine_ids[0]] = ticket
         for choice, request in enumerate(requests):
             self._owners[request.request_id] = (ticket, choice)
-            self._send(view.rank, protocol.AddRequest(request))
+            operation = 0
+            if explain and choice == 0:
+                operation, ticket.explanation = self._open_operation()
+            self._send(view.rank, protocol.AddRequest(request, operation))
         for other in self.ranks:
             if other is not view:
                 self._send(other.rank, protocol.Wake())
@@ -197,9 +202,8 @@ class RankPool:
         self.check_available()
         waiting = []
         for rank in range(len(self.ranks)) if ranks is None else ranks:
-            number = next(self._numbers)
-            self._operations[number] = asyncio.get_running_loop().create_future()
-            waiting.append((number, self._operations[number]))
+            number, future = self._open_operation()
+            waiting.append((number, future))
             self._send(rank, make(number))
         try:
             async with asyncio.timeout(OPERATION_TIMEOUT_S):
@@ -213,6 +217,12 @@ class RankPool:
         if refused and not (any_suffices and len(refused) < len(replies)):
             raise BadRequest(None, refused[0])
         return [reply.result for reply in replies if not reply.error]
+
+    def _open_operation(self) -> tuple[int, asyncio.Future[protocol.Reply]]:
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._operations[number] = future
+        future.add_done_callback(lambda _: self._operations.pop(number, None))
+        return number, future
 
     def send_fault(self, kind: str, ranks: list[int] | None) -> None:
         """A fault after which no answer comes."""

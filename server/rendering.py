@@ -41,6 +41,7 @@ class RenderedPrompt:
     """A prompt and what its answer will look like.
 
     control_ranges: half-open code point ranges of `prompt` that are control tokens. parse_tools: calls are recognised in the output.
+    anchor_tokens: leading tokens up to the first user turn, the part that other conversations are likely to share.
     missing_reasoning: assistant turns that render with an empty think block because the client sent none back.
     """
 
@@ -53,6 +54,7 @@ class RenderedPrompt:
     tools: Tools
     response_format: ResponseFormat
     images: list[Any] = field(default_factory=list)
+    anchor_tokens: int = 0
     missing_reasoning: int = 0
 
 
@@ -92,9 +94,10 @@ def render_chat(encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], op
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest("messages", "the conversation holds lone surrogates, which no text encoding has", "invalid_json") from error
+    token_ids = tokenizer.encode_ranges(prompt, ranges)
     return RenderedPrompt(
         prompt=prompt,
-        token_ids=tokenizer.encode_ranges(prompt, ranges),
+        token_ids=token_ids,
         control_ranges=ranges,
         thinking=call.thinking,
         start=call.start,
@@ -102,6 +105,7 @@ def render_chat(encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], op
         tools=call.tools,
         response_format=call.response_format,
         images=images,
+        anchor_tokens=_leading_tokens(token_ids, tokenizer.added.get(encoder.dialect.user)),
         missing_reasoning=_missing_reasoning(call),
     )
 
@@ -133,6 +137,11 @@ def encoder_call(encoder: Encoder, body: dict[str, Any], options: RenderOptions)
             append += dialect.spell(f"\n\n{dialect.tags.calls_open}\n")
             start = ParseStart.BLOCK
     return EncoderCall(messages, thinking, start, tools, response_format, task, strip, append)
+
+
+def _leading_tokens(token_ids: list[int], user_id: int | None) -> int:
+    """Tokens in front of the first user turn. Text of a client never becomes a control id, so the first such id is the encoder's."""
+    return token_ids.index(user_id) if user_id in token_ids else 0
 
 
 def _lacks_header(messages: list[Message]) -> bool:

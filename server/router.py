@@ -56,11 +56,12 @@ class RoutingCounts:
     moved_total: int = 0
 
 
-def prompt_keys(token_ids: Sequence[int]) -> PromptKeys:
-    chain = [b""]
+def prompt_keys(token_ids: Sequence[int], salt: str = "") -> PromptKeys:
+    """salt: the request's cache salt. Prompts with different salts share nothing on any rank, so they must not attract each other."""
+    chain = [salt.encode()]
     for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
         chain.append(_digest(chain[-1], token_ids[start : start + BLOCK]))
-    return PromptKeys(token_ids, chain, _digest(b"whole", token_ids))
+    return PromptKeys(token_ids, chain, _digest(b"whole" + chain[0], token_ids))
 
 
 def _digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -131,11 +132,11 @@ class Router:
             known = index * BLOCK
         return known
 
-    def finished(self, token_ids: Sequence[int], prompt_len: int, rank: int) -> None:
+    def finished(self, token_ids: Sequence[int], prompt_len: int, rank: int, salt: str = "") -> None:
         """A request ended well: its sequence, and its prompt without the generation header, are ends that the next turn may continue."""
         if self.policy == "least-loaded":
             return
-        keys = prompt_keys(token_ids)
+        keys = prompt_keys(token_ids, salt)
         self._add_blocks(keys, rank)
         # The header's think token is rewritten by later turns, so the prompt is remembered without it.
         for length in {len(token_ids), prompt_len - 1}:

@@ -102,6 +102,7 @@ class CommonRequest:
     top_logprobs: int
     cache_read: bool
     cache_write: bool
+    cache_salt: str
     session: str | None
     user: str
     unknown: list[str] = field(default_factory=list)
@@ -129,11 +130,12 @@ class CommonRequest:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the server allows: names that clients may use, vocabulary size, largest max_tokens."""
+    """What the server allows: names that clients may use, vocabulary size, largest max_tokens, salts for the prefix cache."""
 
     served_names: tuple[str, ...]
     vocab_size: int
     max_tokens_limit: int
+    salted: bool = False
 
 
 def parse_common(body: dict[str, Any], bounds: Bounds, *, chat: bool) -> CommonRequest:
@@ -172,6 +174,7 @@ def parse_common(body: dict[str, Any], bounds: Bounds, *, chat: bool) -> CommonR
         top_logprobs=top_logprobs,
         cache_read=read,
         cache_write=write,
+        cache_salt=cache_salt(f, bounds.salted),
         session=_session(f),
         user=f.string("user", MAX_HINT) or "",
         unknown=[name for name in body if name not in READ | RENDERED | IGNORED],
@@ -204,9 +207,6 @@ def _refuse_unsupported(f: Fields) -> None:
     for name in UNSUPPORTED:
         if f.raw(name) is not None:
             raise f.fail(name, "is not supported: use response_format, regex or ebnf", "unsupported_parameter")
-    if f.raw("cache_salt") is not None:
-        f.string("cache_salt", MAX_HINT)
-        raise f.fail("cache_salt", "is not supported: cache isolation is not configured", "unsupported_parameter")
     if f.raw("prediction") is not None:
         raise f.fail("prediction", "is not supported", "unsupported_parameter")
     if f.raw("modalities") not in (None, ["text"]):
@@ -288,6 +288,14 @@ def _prefix_cache(f: Fields) -> tuple[bool, bool]:
     if value is not None and not isinstance(value, bool):
         raise f.fail("prefix_cache", "must be true, false or an object with read and write")
     return value is not False, value is not False
+
+
+def cache_salt(f: Fields, offered: bool) -> str:
+    """The request's own part of its cache salt, "" without. Raises BadRequest when the server does not offer it."""
+    salt = f.string("cache_salt", MAX_HINT)
+    if salt is not None and not offered:
+        raise f.fail("cache_salt", "is not supported: this server does not run with hicache.isolation=field", "unsupported_parameter")
+    return salt or ""
 
 
 def _session(f: Fields) -> str | None:

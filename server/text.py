@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.tokenizer import Tokenizer
 from server.constraints import Constraint, chat_constraint, plain_constraint
+from server.dialect import Dialect
 from server.encoding import ControlIds, Encoder, control_ids, load_encoder
 from server.grammar_check import grammars_available
 from server.launch import Launch
@@ -20,12 +21,13 @@ MAX_EFFORT = 100
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Thread-safe. Rendering and tokenisation run in worker threads; a parser belongs to one choice."""
+    """Thread-safe. Rendering and tokenisation run in worker threads; a parser belongs to one choice. turn_ids: tokens that open turns."""
 
     tokenizer: Tokenizer
     encoder: Encoder
     options: RenderOptions
     controls: ControlIds
+    turn_ids: frozenset[int] = frozenset()
 
     @property
     def eos_id(self) -> int:
@@ -70,4 +72,10 @@ def load_text(launch: Launch) -> Text:
     # A replaced engine (tests) follows no grammar.
     constrained = grammars_available() and not launch.engine_factory
     options = RenderOptions(default_thinking=launch.server.default_thinking, constrained=constrained)
-    return Text(tokenizer, encoder, options, control_ids(encoder.dialect, tokenizer))
+    return Text(tokenizer, encoder, options, control_ids(encoder.dialect, tokenizer), turn_ids(encoder.dialect, tokenizer))
+
+
+def turn_ids(dialect: Dialect, tokenizer: Tokenizer) -> frozenset[int]:
+    """The control tokens that steer neither thinking, calls nor tasks: those that open a turn."""
+    others = {dialect.bos, dialect.eos, dialect.think_start, dialect.think_end, dialect.dsml, dialect.image, *dialect.tasks.values()}
+    return frozenset(token_id for spelling, token_id in tokenizer.added.items() if spelling not in others)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.request import Output
 from server.errors import ApiError
+from server.protocol import Reply
 
 MAX_MAIL = 1024
 SLOW_READER_S = 30.0
@@ -77,6 +78,7 @@ class Ticket:
     generated_tokens: int = 0
     open_choices: set[int] = field(default_factory=set)
     closed: bool = False
+    explanation: asyncio.Future[Reply] | None = None
 
     @property
     def queued(self) -> bool:

@@ -234,7 +234,7 @@ def test_a_flipped_byte_of_a_stored_page_changes_the_output_or_is_noticed():
 def test_faults_need_something_to_break():
     engine = make_engine()
     for kind in ("flip", "unknown"):
-        with pytest.raises(RequestError, match=kind):
+        with pytest.raises(ConfigError, match=kind):
             engine.inject_fault(kind)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class FakeEngine:
                     "seed": request.params.seed,
                     "temperature": request.params.temperature,
                     "read": request.cache_read,
+                    "salt": request.cache_salt,
+                    "anchor": request.cache_anchor_tokens,
                 }
                 file.write(json.dumps(line) + "\n")
         key = tuple(request.prompt_token_ids)
@@ -163,13 +165,23 @@ class FakeEngine:
             "preemptions_total": 0,
         }
 
-    def inject_fault(self, kind: str) -> dict[str, Any]:
+    def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+        nearest = max(self._seen, key=lambda ids: _common(ids, tokens), default=())
+        at = _common(nearest, tokens)
+        difference = None if at in (0, len(tokens), len(nearest)) else {"index": at, "stored": nearest[at:][:12], "asked": tokens[at:][:12]}
+        return {"prompt_tokens": len(tokens), "matched_tokens": at, "salt": salt, "first_difference": difference}
+
+    def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]:
         if kind != "flip":
             raise ValueError(f"unknown fault {kind!r}")
-        return {"flipped": 1}
+        return {"flipped": 1, **where}
 
     def close(self) -> None:
         self._running.clear()
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def build(launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None]) -> FakeEngine:

@@ -84,7 +84,7 @@ class FakeServer:
         return launcher.stop(NAME, self.base, grace_s)
 
 
-def start_fake(dp: int = 1, **server: Any) -> FakeServer:
+def start_fake(dp: int = 1, isolation: str = "none", **server: Any) -> FakeServer:
     """Start in a short temporary directory: socket paths have a limit."""
     base = Path(tempfile.mkdtemp(prefix="dxt-", dir="/tmp"))
     model = write_model_dir(base / "model")
@@ -94,7 +94,7 @@ def start_fake(dp: int = 1, **server: Any) -> FakeServer:
     try:
         state = launcher.start(
             EngineConfig(model=str(model), dp=dp),
-            HiCacheConfig(size_gb=0),
+            HiCacheConfig(size_gb=0, isolation=isolation),
             ServerConfig(**options),
             name=NAME,
             state_dir=base,

@@ -1,0 +1,98 @@
+"""What HTTP does for the prefix cache: tenants, anchors, explanations and faults, against the scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from server.tenants import Tenants, key_id
+from tests.server.harness import FakeServer, finish, start_fake
+
+USER = [{"role": "user", "content": "hello"}]
+EXPLAIN = {"X-DeepInfer-Cache-Explain": "1"}
+
+
+@pytest.fixture(scope="module")
+def salted() -> Iterator[FakeServer]:
+    server = start_fake(isolation="field")
+    yield server
+    finish(server)
+
+
+def ask(server: FakeServer, messages: object = USER, headers: dict[str, str] | None = None, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages, **body}, headers=headers, timeout=20)
+
+
+def test_salts_differ_by_key_and_field_and_are_never_the_clients_own() -> None:
+    field, keyed = Tenants("field", b"s" * 32), Tenants("api_key", b"s" * 32)
+    salts = [field.salt(key, own) for key in ("", key_id(b"a"), key_id(b"b")) for own in ("", "x", "y")]
+    assert len(set(salts)) == len(salts)
+    assert "x" not in salts
+    assert keyed.salt(key_id(b"a"), "x") == keyed.salt(key_id(b"a"), "y") != keyed.salt(key_id(b"b"), "x")
+    assert Tenants("field", b"t" * 32).salt("", "x") != field.salt("", "x")
+    assert Tenants().salt(key_id(b"a"), "x") == ""
+
+
+def test_clients_salt_reaches_the_engine_only_as_a_derived_one(salted: FakeServer) -> None:
+    for salt in ("one", "two", "one", None):
+        assert ask(salted, **({} if salt is None else {"cache_salt": salt})).status_code == 200
+    seen = [line["salt"] for line in salted.recorded()][-4:]
+    assert seen[0] == seen[2] != seen[1]
+    assert len({*seen}) == 3
+    assert all(len(salt) == 64 for salt in seen)
+
+
+def test_anchor_is_the_text_in_front_of_the_first_user_turn(salted: FakeServer) -> None:
+    ask(salted, [{"role": "system", "content": "Be brief. " * 20}, *USER])
+    ask(salted, USER, thinking={"type": "disabled"})
+    with_system, without = salted.recorded()[-2:]
+    user_id = salted.tokenizer.encode("<｜User｜>")[0]
+    assert with_system["ids"][with_system["anchor"]] == user_id
+    assert with_system["anchor"] > 20
+    assert without["anchor"] <= 1
+
+
+def test_explanation_shows_both_texts_and_the_turn_where_prompts_part(salted: FakeServer) -> None:
+    ask(salted, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "first question"}])
+    other = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "another question"}]
+    record = ask(salted, other, EXPLAIN).json()["cache_explain"]
+    difference = record["first_difference"]
+    assert difference["stored_text"].startswith("first")
+    assert difference["asked_text"].startswith("another")
+    assert difference["place"] == {"turn": 2, "opened_by": "<｜User｜>"}
+    assert "cache_explain" not in ask(salted, other).json()
+
+
+def test_stream_brings_the_explanation_with_its_first_chunk(salted: FakeServer) -> None:
+    lines = ask(salted, headers=EXPLAIN, stream=True).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "prompt_tokens" in chunks[0]["cache_explain"]
+    assert all("cache_explain" not in chunk for chunk in chunks[1:])
+
+
+def test_plain_completions_are_explained_too(salted: FakeServer) -> None:
+    answer = httpx.post(f"{salted.url}/v1/completions", json={"prompt": "hello"}, headers=EXPLAIN, timeout=20).json()
+    assert answer["cache_explain"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+
+
+def test_explain_route_answers_for_every_rank_and_names_the_tool(salted: FakeServer) -> None:
+    def tool(name: str, text: str) -> dict[str, object]:
+        return {"type": "function", "function": {"name": name, "description": text, "parameters": {"type": "object", "properties": {}}}}
+
+    before = len(salted.recorded())
+    ask(salted, USER, tools=[tool("first", "same"), tool("second", "old words")])
+    body = {"messages": USER, "tools": [tool("first", "same"), tool("second", "new words")]}
+    answer = httpx.post(f"{salted.url}/deepinfer/cache/explain", json=body, timeout=20).json()
+    assert [rank["rank"] for rank in answer["ranks"]] == [0]
+    assert answer["ranks"][0]["first_difference"]["place"]["tool"] == "second"
+    assert len(salted.recorded()) == before + 1
+
+
+def test_faults_arguments_reach_the_engine(salted: FakeServer) -> None:
+    body = {"kind": "flip", "target": "state", "page": -2, "byte": 7, "count": 3, "seconds": 0.5}
+    answer = httpx.post(f"{salted.url}/deepinfer/debug/fault", json=body, timeout=20).json()
+    assert answer == {"ranks": [{"flipped": 1, "target": "state", "page": -2, "byte": 7, "count": 3, "seconds": 0.5}]}
+    assert httpx.post(f"{salted.url}/deepinfer/debug/fault", json={"kind": "flip", "count": 0}, timeout=20).status_code == 400
