@@ -203,8 +203,10 @@ def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Pr
     seqs = [rows.seqs[i] for i in drawn]
     positions = [len(seq.token_ids) + len(rows.ahead[i]) for seq, i in zip(seqs, drawn, strict=True)]
     probs = probabilities(logits, [seq.request.params for seq in seqs])
-    judged = [k for k, i in enumerate(drawn) if rows.drafts[i] >= 0 and seqs[k].request.params.seed is None]
-    plain = [k for k in range(len(drawn)) if k not in set(judged)] if judged else list(range(len(drawn)))
+    judged: list[int] = []
+    plain: list[int] = []
+    for k, i in enumerate(drawn):
+        (judged if rows.drafts[i] >= 0 and seqs[k].request.params.seed is None else plain).append(k)
     tokens = [0] * len(drawn)
     if plain:
         drawn_tokens = draw_tokens(probs[torch.tensor(plain, device=probs.device)], [seqs[k] for k in plain], [positions[k] for k in plain])

@@ -30,7 +30,11 @@ class Proposals:
 
     def rows(self, wanted: list[tuple[int, int]]) -> Tensor:
         """[R, V] fp32 for pairs of sequence id and place."""
-        return torch.stack([self.probs[place][self.index[seq_id]] for seq_id, place in wanted])
+        result = self.probs[0].new_empty(len(wanted), self.probs[0].shape[1])
+        for place, probs in enumerate(self.probs):
+            into = [i for i, (_, at) in enumerate(wanted) if at == place]
+            result[into] = probs[[self.index[wanted[i][0]] for i in into]]
+        return result
 
 
 NO_PROPOSALS = Proposals({}, [])

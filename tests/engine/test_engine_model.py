@@ -43,7 +43,7 @@ def expected() -> list[list[int]]:
 
 
 def make_engine(group=None, hicache: HiCacheConfig | None = None, **changes) -> Engine:
-    config = EngineConfig(model=str(CHECKPOINT), **{**SETTINGS, **changes})
+    config = EngineConfig(**{"model": str(CHECKPOINT), **SETTINGS, **changes})
     return Engine(config, hicache or HiCacheConfig(size_gb=0), group)
 
 
