@@ -222,7 +222,9 @@ class _Job:
 
     def result(self) -> GenerationResult:
         assert self.reason is not None, f"prompt {self.index} has not ended"
-        return GenerationResult("".join(self._text), self._token_ids, self.reason, self._cached_tokens, self._logprobs, self._error)
+        # A stop string may end inside a step's tokens; the entries behind it belong to nothing.
+        logprobs = self._logprobs[: len(self._token_ids)]
+        return GenerationResult("".join(self._text), self._token_ids, self.reason, self._cached_tokens, logprobs, self._error)
 
 
 def _config(model: str, settings: dict[str, Any]) -> EngineConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,16 @@ class Choice:
         error: ApiError | None = finish_error(output)
         if error is not None:
             raise error
+        pieces: list[Delta] = []
+        # One by one: what stands behind a stop string in the same step was never asked for and is not counted.
+        for one in _single_tokens(output) if len(output.token_ids) > 1 else (output,):
+            pieces += self._feed(one)
+            if self.finish_reason is not None:
+                self.stopped_early = output.finish_reason is None
+                break
+        return pieces
+
+    def _feed(self, output: Output) -> list[Delta]:
         self.token_ids += output.token_ids
         pieces = self.parser.push(self._shown(output))
         if output.finish_reason is not None:
@@ -63,7 +73,6 @@ class Choice:
             self._end(output.stop_token_id)
         elif self._over:
             pieces += self.parser.finish()
-            self.stopped_early = True
             self._end(None)
         return pieces
 
@@ -107,3 +116,11 @@ class Choice:
     def logprobs(self, piece: Delta) -> list[Entry]:
         """Entries of the tokens whose text begins in a piece; each is given out once."""
         return [self._entries.pop(index) for index in piece.tokens if index in self._entries]
+
+
+def _single_tokens(output: Output) -> Iterator[Output]:
+    """An output of several tokens as outputs of one; the last carries how it ended."""
+    last = len(output.token_ids) - 1
+    for i, token_id in enumerate(output.token_ids):
+        end = (output.finish_reason, output.stop_token_id) if i == last else (None, None)
+        yield Output(output.request_id, [token_id], *end, output.logprobs[i : i + 1])

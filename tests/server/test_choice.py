@@ -1,0 +1,62 @@
+"""A choice gets several tokens per step when drafts are kept; it must end where it would have ended with one."""
+
+from engine.request import FinishReason, Output, TokenLogprob
+from server.choice import Choice, EndRules
+
+
+class WordParser:
+    """Shows nothing; stops behind token 9."""
+
+    def __init__(self):
+        self.seen, self.stopped_by, self.done, self.finish_reason = [], None, False, None
+
+    def push(self, ids):
+        self.seen += ids
+        if 9 in self.seen:
+            self.stopped_by = "nine"
+        return []
+
+    def finish(self, reason=None):
+        self.finish_reason = "stop" if self.stopped_by or reason is FinishReason.STOP else "length"
+        return []
+
+
+def fed(outputs, **rules):
+    choice = Choice(0, WordParser(), EndRules(1, **rules), token_bytes=lambda token: b"%d" % token)
+    for output in outputs:
+        choice.feed(output)
+    return choice
+
+
+def singles(output):
+    last = len(output.token_ids) - 1
+    for i, token in enumerate(output.token_ids):
+        end = (output.finish_reason, output.stop_token_id) if i == last else (None, None)
+        yield Output("r", [token], *end, output.logprobs[i : i + 1])
+
+
+def outcome(choice):
+    return choice.token_ids, choice.parser.seen, choice.finish_reason, choice.stop_reason, list(choice._entries)
+
+
+def test_a_stop_string_inside_a_block_counts_nothing_behind_it():
+    entries = [TokenLogprob(-0.5) for _ in range(4)]
+    block = Output("r", [7, 9, 8, 8], logprobs=entries)
+    choice = fed([block])
+    assert outcome(choice) == outcome(fed(singles(block)))
+    assert choice.token_ids == [7, 9]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", "nine")
+    assert choice.stopped_early
+
+
+def test_a_stop_string_before_the_end_of_the_sequence_wins_and_needs_no_abort():
+    block = Output("r", [9, 8, 1], FinishReason.STOP, stop_token_id=1)
+    choice = fed([block])
+    assert (choice.token_ids, choice.stop_reason, choice.stopped_early) == ([9], "nine", False)
+
+
+def test_blocks_without_a_stop_are_taken_whole():
+    block = Output("r", [7, 8, 1], FinishReason.STOP, stop_token_id=1)
+    choice = fed([Output("r", [4, 5]), block])
+    assert choice.token_ids == [4, 5, 7, 8, 1]
+    assert (choice.finish_reason, choice.stop_reason, choice.stopped_early) == ("stop", None, False)
