@@ -60,6 +60,28 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "steps": _leaf("steps_total"),
     "prefix_cache_stored_tokens": _leaf("prefix_cache", "store_tokens_total"),
     "prefix_cache_evicted_tokens": _leaf("prefix_cache", "evicted_tokens_total"),
+    "prefix_cache_resume_tokens": _leaf("prefix_cache", "resume_tokens_total"),
+    "hicache_restore_bytes": _leaf("prefix_cache", "restore_bytes_total"),
+    "hicache_restore_seconds": _leaf("prefix_cache", "restore_seconds_total"),
+    "hicache_store_bytes": _leaf("prefix_cache", "store_bytes_total"),
+    "hicache_store_seconds": _leaf("prefix_cache", "store_seconds_total"),
+    "hicache_checksum_errors": _leaf("prefix_cache", "checksum_errors_total"),
+    "hicache_holds": _leaf("prefix_cache", "holds_total"),
+    "hicache_hold_seconds": _leaf("prefix_cache", "hold_seconds_total"),
+}
+NATIVE_GAUGES: dict[str, Reader] = {
+    "hicache_arena_bytes": _leaf("prefix_cache", "arena_bytes"),
+    "hicache_pinned_bytes": _leaf("prefix_cache", "pinned_bytes"),
+    "hicache_pageable": _leaf("prefix_cache", "pageable"),
+    "hicache_held_requests": _leaf("prefix_cache", "held_requests"),
+}
+# Leaves that are dicts of counters: (name of the label, leaf). The label's values are ours, never a client's.
+LABELLED_COUNTERS: dict[str, tuple[str, str]] = {
+    "hicache_miss": ("reason", "miss_total"),
+    "hicache_store_skipped": ("reason", "store_skipped_total"),
+    "hicache_states_written": ("reason", "states_written_total"),
+    "hicache_state_hits": ("reason", "state_hits_total"),
+    "hicache_evicted_frames": ("kind", "evicted_frames_total"),
 }
 
 
@@ -79,6 +101,11 @@ class RankCollector(Collector):
             yield self._finished(f"{namespace}:request_success")
         for name, read in NATIVE_COUNTERS.items():
             yield self._counter(f"deepinfer:{name}", read)
+        for name, read in NATIVE_GAUGES.items():
+            yield self._gauge(f"deepinfer:{name}", read)
+        for name, (label, leaf) in LABELLED_COUNTERS.items():
+            yield self._labelled(CounterMetricFamily, f"deepinfer:{name}", label, leaf)
+        yield self._labelled(GaugeMetricFamily, "deepinfer:hicache_frames", "state", "frames")
         yield self._tier_hits()
         yield from self._front()
         yield from self._vllm_histograms()
@@ -93,6 +120,15 @@ class RankCollector(Collector):
         family = CounterMetricFamily(name, name.partition(":")[2].replace("_", " "), labels=LABELS)
         for view in self.pool.ranks:
             family.add_metric(self._labels(view), read(added(view.stats, view.retired)))
+        return family
+
+    def _labelled(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, label: str, leaf: str) -> Metric:
+        """A dict of the cache's record, one sample per key. Counters include what earlier generations of a rank counted."""
+        family = kind(name, name.partition(":")[2].replace("_", " "), labels=(*LABELS, label))
+        for view in self.pool.ranks:
+            record = added(view.stats, view.retired) if kind is CounterMetricFamily else view.stats
+            for key, value in (record["prefix_cache"].get(leaf) or {}).items():
+                family.add_metric([*self._labels(view), key], value)
         return family
 
     def _finished(self, name: str) -> Metric:

@@ -71,6 +71,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.states.clear()
             self.server.resets += 1
             self._json({})
+        elif self.path == "/deepinfer/cache/explain" and self.server.ours:
+            self._json(explained(len(words_of(body))))
         elif self.path == "/v1/chat/completions":
             self._chat(body)
         else:
@@ -87,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
     def _metrics(self) -> dict[str, Any]:
         s = self.server
         cache = {"lookups_total": 1, "lookup_tokens_total": s.looked, "hit_tokens_total": s.hits, "checksum_errors_total": s.damaged}
+        cache |= {"miss_total": {"short": 3, "no_page": 0}}
         tokens = {"prompt_total": s.prompts, "cached_total": s.hits, "generated_total": s.generated}
         kv = {"tokens_total": 1000, "tokens_used": 250}
         rank = {"rank": 0, "generation": 1, "running": 1, "waiting": 2, "kv": kv, "tokens": tokens, "prefix_cache": cache, "steps_total": 5}
@@ -155,6 +158,14 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"error": {"message": "rank 0 died", "code": "rank_failed"}}, "error")
         elif fault == "hang":
             self.server.released.wait(30)
+
+
+def explained(prompt_tokens: int) -> dict[str, Any]:
+    place = {"turn": 1, "opened_by": "<s>", "tool": "search"}
+    difference = {"index": 300, "stored": [1], "asked": [2], "stored_text": "old words", "asked_text": "new words", "place": place}
+    states = [{"position": 256, "reason": "anchor"}]
+    facts = {"matched_tokens": 256, "states": states, "restore_tokens": 256, "miss": "", "first_difference": difference}
+    return {"prompt_tokens": prompt_tokens, "ranks": [{"rank": 0, "prompt_tokens": prompt_tokens, **facts}]}
 
 
 def choice(delta: dict[str, Any], *, finish: str | None = None, tokens: list[str] | None = None) -> dict[str, Any]:

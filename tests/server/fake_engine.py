@@ -159,6 +159,8 @@ class FakeEngine:
                 "store_tokens_total": 0,
                 "evictions_total": 0,
                 "evicted_tokens_total": 0,
+                "miss_total": {"no_page": count["lookups"] - count["hits"]},
+                "frames": {"free": 9, "page": 1},
                 "tiers": {"device": dict.fromkeys(tier, 0), "host": tier, "disk": dict.fromkeys(tier, 0)},
             },
             "spec": {"drafts_total": 0, "draft_tokens_total": 0, "accepted_tokens_total": 0},

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from server.tenants import Tenants, key_id
-from tests.server.harness import FakeServer, finish, start_fake
+from tests.server.harness import FakeServer, eventually, finish, start_fake
 
 USER = [{"role": "user", "content": "hello"}]
 EXPLAIN = {"X-DeepInfer-Cache-Explain": "1"}
@@ -89,6 +89,17 @@ def test_explain_route_answers_for_every_rank_and_names_the_tool(salted: FakeSer
     assert [rank["rank"] for rank in answer["ranks"]] == [0]
     assert answer["ranks"][0]["first_difference"]["place"]["tool"] == "second"
     assert len(salted.recorded()) == before + 1
+
+
+def test_miss_reasons_and_frames_are_in_the_exposition(salted: FakeServer) -> None:
+    def lines() -> list[str]:
+        text = httpx.get(f"{salted.url}/metrics", timeout=20).text
+        return [line for line in text.splitlines() if "hicache_miss_total{" in line or "hicache_frames{" in line]
+
+    ask(salted)
+    found = eventually(lambda: sorted(lines()) if len(lines()) == 3 else None)
+    assert 'state="free"} 9.0' in found[0]
+    assert 'reason="no_page"' in found[2]
 
 
 def test_faults_arguments_reach_the_engine(salted: FakeServer) -> None:
