@@ -34,10 +34,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class StreamState:
-    """What was seen so far. A good stream has a finish reason and ends with `[DONE]`."""
+    """What was seen so far. A good stream has a finish reason and ends with `[DONE]`. extension: the field `deepinfer` of our server."""
 
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
+    extension: Mapping[str, Any] = field(default_factory=dict)
     done: bool = False
     _error_event: bool = False
 
@@ -64,6 +65,7 @@ class StreamState:
         chunk = _chunk(event)
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self.usage = chunk.usage or self.usage
+        self.extension = event.get("deepinfer") or self.extension
         return chunk
 
 

@@ -12,41 +12,26 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from deepinfer_cli.api import Api, RequestRefused
 from deepinfer_cli.bench.load import Job
-from deepinfer_cli.bench.prompts import guess_tokens, make_conversations
+from deepinfer_cli.bench.preflight import Server
+from deepinfer_cli.bench.prompts import make_conversations, word_counter
 from deepinfer_cli.bench.recipe import Recipe
 from deepinfer_cli.bench.runs import SCHEMA, new_run, read_lines, write_json
 from deepinfer_cli.doctor import environment_snapshot
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.models import STAMP, is_tiny
+from deepinfer_cli.models import STAMP
 from deepinfer_cli.ui import Bar
 from hicache.errors import DixError
 from server.errors import ServerUnreachable
 
 DRAIN_S = 30.0
 COUNTERS_AGE_S = 1.2  # `/deepinfer/metrics` may be one second old
-
-
-@dataclass(slots=True)
-class Server:
-    """What preflight learned. ours: it answers `/deepinfer/metrics` and takes our request fields."""
-
-    url: str
-    model: str
-    ours: bool
-    counts_tokens: bool
-    ranks: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def tiny(self) -> bool:
-        return is_tiny(self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +42,6 @@ class Verdict:
     valid: bool
     reasons: list[str]
     counts: dict[str, int]
-
-
-def preflight(api: Api, recipe: Recipe) -> Server:
-    """Learn what the server can do, bring its cache into the recipe's state, and see one request through.
-
-    Raises: ServerUnreachable, RequestRefused.
-    """
-    model = api.model()
-    metrics = _try(api.get, "/deepinfer/metrics")
-    counted = _try(api.count_tokens, {"model": model, "prompt": "one two three"})
-    server = Server(api.url, model, metrics is not None, counted is not None, len((metrics or {}).get("ranks") or []))
-    if counted is None:
-        server.notes.append("the server counts no tokens for us: prompt sizes are estimates")
-    answer = api.chat({"model": model, "messages": [{"role": "user", "content": "Count to three."}], "max_tokens": 8, "temperature": 0})
-    if not answer.usage:
-        server.notes.append("the server reports no usage: token counts are missing")
-    if recipe.cache.state == "cold" and _try(api.post, "/reset_prefix_cache", {}) is None:
-        server.notes.append("the prefix cache could not be reset: its state is as it was")
-    return server
-
-
-def _try(call: Any, *arguments: Any) -> Any:
-    try:
-        return call(*arguments)
-    except (RequestRefused, ValueError, KeyError):
-        return None
 
 
 class Run:
@@ -128,10 +87,16 @@ class Run:
         return self._counters()
 
     def _counters(self) -> dict[str, Any] | None:
-        return _try(self._api.get, "/deepinfer/metrics") if self._server.ours else None
+        if not self._server.ours:
+            return None
+        try:
+            counters: dict[str, Any] = self._api.get("/deepinfer/metrics")
+        except (RequestRefused, ValueError):
+            return None
+        return counters
 
     def _write_job(self) -> Path:
-        count = self._count if self._server.counts_tokens else guess_tokens
+        count = self._count if self._server.counts_tokens else word_counter(self._server.tokens_per_word)
         conversations = make_conversations(self._recipe, count)
         records = self.folder / "requests.jsonl"
         job = Job(
@@ -142,6 +107,9 @@ class Run:
             records,
             self._server.ours,
             self._call.settings.bench.client_timeout_s,
+            ignore_eos=self._server.ours or "ignore_eos" in self._server.fields,
+            bypass=self._server.bypass,
+            salt=self._server.salt,
         )
         path = self.folder / "job.json"
         write_json(path, job.to_json())

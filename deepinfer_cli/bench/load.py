@@ -21,17 +21,21 @@ from typing import Any, TextIO
 import httpx
 
 from deepinfer_cli.bench.prompts import Conversation
-from deepinfer_cli.bench.recipe import Recipe, parse_recipe
+from deepinfer_cli.bench.recipe import Load, Recipe, parse_recipe
 from deepinfer_cli.bench.records import Outcome, RequestRecord
 from deepinfer_cli.sse import StreamError, StreamState, cached_tokens, error_text
 
 PROGRESS_INTERVAL_S = 0.25
 RANK_HEADER = "x-deepinfer-rank"
+TIMING_HEADER = "x-deepinfer-timing"  # asks our server to say where the time went
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything the generator needs. own_fields: the server understands our request fields beyond the common API."""
+    """Everything the generator needs. own_fields: the server understands our request fields beyond the common API.
+
+    bypass: how a request goes around the prefix cache, see `preflight.Server.bypass`. salt: keeps this run apart from earlier ones.
+    """
 
     url: str
     model: str
@@ -41,6 +45,9 @@ class Job:
     own_fields: bool
     timeout_s: float
     key: str = ""
+    ignore_eos: bool = False
+    bypass: str = "field"
+    salt: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Without the key, which travels through the environment of the child only."""
@@ -52,7 +59,8 @@ class Job:
     def from_json(body: dict[str, Any], key: str) -> Job:
         recipe = parse_recipe({k: _drop_none(v) for k, v in body["recipe"].items()}, "job")
         conversations = [Conversation(**c) for c in body["conversations"]]
-        return Job(body["url"], body["model"], recipe, conversations, Path(body["records"]), body["own_fields"], body["timeout_s"], key)
+        plain = {name: body[name] for name in ("url", "model", "own_fields", "timeout_s", "ignore_eos", "bypass", "salt")}
+        return Job(**plain, recipe=recipe, conversations=conversations, records=Path(body["records"]), key=key)
 
 
 def _drop_none(value: Any) -> Any:
@@ -91,12 +99,14 @@ class Generator:
             waiting = iter(self._job.conversations)
             await asyncio.gather(*(self._worker(waiting) for _ in range(load.concurrency)))
             return
-        starts = arrival_times(load.arrival, load.rate, len(self._job.conversations), self._job.recipe.prompt.seed)
+        starts = arrival_times(load, len(self._job.conversations), self._job.recipe.prompt.seed)
         await asyncio.gather(*(self._converse(c, at) for c, at in zip(self._job.conversations, starts, strict=True)))
 
     async def _worker(self, waiting: Any) -> None:
+        pause_s = 0.0
         for conversation in waiting:
-            await self._converse(conversation, self.now_s())
+            await self._converse(conversation, self.now_s() + pause_s)
+            pause_s = self._job.recipe.load.think_time_s
 
     async def _converse(self, conversation: Conversation, at_s: float) -> None:
         messages: list[dict[str, str]] = [{"role": "system", "content": conversation.system}] if conversation.system else []
@@ -119,7 +129,7 @@ class Generator:
         try:
             async for text in self._stream(record, messages, state):
                 content.append(text)
-            record.outcome, record.error_text = judge(record, state, self._job.recipe.output.ignore_eos and self._job.own_fields)
+            record.outcome, record.error_text = judge(record, state, self._job.recipe.output.ignore_eos and self._exact)
         except StreamError as error:
             record.error_code, record.error_text = error.code or "stream_error", str(error)
         except Refused as error:
@@ -137,7 +147,8 @@ class Generator:
 
     async def _stream(self, record: RequestRecord, messages: list[dict[str, str]], state: StreamState) -> AsyncIterator[str]:
         last_s: float | None = None
-        async with self._client.stream("POST", "/v1/chat/completions", json=self._body(record, messages)) as response:
+        body, headers = self._body(record, messages), {TIMING_HEADER: "1"} if self._job.own_fields else {}
+        async with self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
             if response.status_code != 200:
                 raise _refused(response.status_code, await response.aread())
             rank = response.headers.get(RANK_HEADER, "")
@@ -159,7 +170,7 @@ class Generator:
         recipe = self._job.recipe
         body: dict[str, Any] = {
             "model": self._job.model,
-            "messages": messages,
+            "messages": self._apart(record, messages),
             "max_tokens": recipe.output.tokens,
             "temperature": recipe.output.temperature,
             "stream": True,
@@ -168,13 +179,29 @@ class Generator:
         if self._job.own_fields:
             body |= {
                 "session_id": f"bench-{recipe.prompt.seed}-{record.conversation}",
-                "ignore_eos": recipe.output.ignore_eos,
                 "thinking": {"type": "enabled" if recipe.output.thinking else "disabled"},
                 "prefix_cache": not recipe.cache.bypass,
             }
-        elif recipe.cache.bypass:
-            body["cache_salt"] = record.request_id
+        elif self._job.bypass == "cache_salt" and self._job.salt:
+            body["cache_salt"] = self._mark(record)
+        if self._exact:
+            body["ignore_eos"] = recipe.output.ignore_eos
         return body
+
+    @property
+    def _exact(self) -> bool:
+        return self._job.own_fields or self._job.ignore_eos
+
+    def _mark(self, record: RequestRecord) -> str:
+        """What no other run has; past the cache, what no other request has."""
+        return f"{self._job.salt}-{record.request_id}" if self._job.recipe.cache.bypass else self._job.salt
+
+    def _apart(self, record: RequestRecord, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The messages, their first words made our own where the server offers no other way."""
+        if self._job.bypass == "cache_salt" or not self._job.salt:
+            return messages
+        first = messages[0]
+        return [{**first, "content": f"[{self._mark(record)}] {first['content']}"}, *messages[1:]]
 
     def _finish(self, record: RequestRecord, state: StreamState) -> None:
         self._in_flight -= 1
@@ -184,6 +211,7 @@ class Generator:
             record.prompt_tokens = state.usage.get("prompt_tokens")
             record.output_tokens = state.usage.get("completion_tokens")
             record.cached_tokens = cached_tokens(state.usage)
+        record.server = dict(state.extension)
         self._done += 1
         self._failed += record.outcome != Outcome.OK
         self._tokens += record.output_tokens or 0
@@ -239,13 +267,15 @@ def judge(record: RequestRecord, state: StreamState, exact_length: bool) -> tupl
     return Outcome.OK, ""
 
 
-def arrival_times(arrival: str, rate: float, count: int, seed: int) -> list[float]:
-    """Start times in seconds for an open loop: evenly spaced, or with exponential gaps from a seed."""
+def arrival_times(load: Load, count: int, seed: int) -> list[float]:
+    """Start times in seconds for an open loop: evenly spaced, with exponential gaps from a seed, or those of a trace."""
+    if load.arrival == "trace":
+        return list(load.times_s)
     rng = random.Random(f"arrivals {seed}")
     at_s, out = 0.0, []
     for _ in range(count):
         out.append(at_s)
-        at_s += rng.expovariate(rate) if arrival == "poisson" else 1.0 / rate
+        at_s += rng.expovariate(load.rate) if load.arrival == "poisson" else 1.0 / load.rate
     return out
 
 

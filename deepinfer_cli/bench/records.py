@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Outcome(StrEnum):
@@ -20,7 +21,7 @@ class RequestRecord:
     """Times in seconds from the start of the run; None where it did not come to that.
 
     scheduled_s: when the workload wanted it; start_s: when it was sent. gaps_s: between output chunks.
-    rank: the server's `X-DeepInfer-Rank`, where it answers with one.
+    rank: the server's `X-DeepInfer-Rank`, where it answers with one. server: our server's own account of the request's times.
     """
 
     request_id: str
@@ -42,3 +43,4 @@ class RequestRecord:
     outcome: str = Outcome.FAILED
     error_code: str = ""
     error_text: str = ""
+    server: dict[str, Any] = field(default_factory=dict)

@@ -10,7 +10,10 @@ import pandas as pd
 from deepinfer_cli.bench.records import Outcome
 from deepinfer_cli.bench.runs import read_lines
 
-INTEGERS = ("prompt_tokens", "cached_tokens", "output_tokens", "rank")
+INTEGERS = ("prompt_tokens", "cached_tokens", "output_tokens", "rank", "drafted_tokens", "accepted_tokens")
+# Our server's own account of one request, in seconds there and in ms here.
+SERVER_TIMES = {"queue_s": "server_queue_ms", "restore_s": "restore_ms", "prefill_s": "prefill_ms", "first_output_s": "server_ttft_ms"}
+FLOATS = ("ttft_ms", "tpot_ms", "itl_max_ms", "e2e_ms", "queue_ms", "tokens_per_chunk", *SERVER_TIMES.values())
 
 
 def requests_table(run: str, raw: list[dict[str, Any]]) -> pd.DataFrame:
@@ -19,7 +22,7 @@ def requests_table(run: str, raw: list[dict[str, Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=list(_row(run, EMPTY)))
     for name in INTEGERS:
         frame[name] = frame[name].astype("Int64")
-    for name in ("ttft_ms", "tpot_ms", "itl_max_ms", "e2e_ms", "queue_ms", "tokens_per_chunk"):
+    for name in FLOATS:
         frame[name] = frame[name].astype("float64")
     return frame.sort_values(["start_s", "request_id"], ignore_index=True)
 
@@ -28,6 +31,7 @@ EMPTY: dict[str, Any] = {
     "request_id": "", "conversation": 0, "turn": 0, "scheduled_s": 0.0, "start_s": 0.0, "first_s": None, "last_s": None, "end_s": None,
     "gaps_s": [], "chunks": 0, "prompt_tokens": None, "cached_tokens": None, "output_tokens": None, "requested_tokens": 0,
     "finish_reason": None, "rank": None, "outcome": Outcome.FAILED, "error_code": "", "error_text": "",
+    "server": {},
 }  # fmt: skip
 
 
@@ -61,7 +65,13 @@ def _row(run: str, record: dict[str, Any]) -> dict[str, Any]:
         "outcome": str(record["outcome"]),
         "error_code": record["error_code"],
         "error_text": record["error_text"],
+        **_server_times(record.get("server") or {}),
     }
+
+
+def _server_times(server: dict[str, Any]) -> dict[str, Any]:
+    times = {column: None if server.get(name) is None else server[name] * 1e3 for name, column in SERVER_TIMES.items()}
+    return {**times, "drafted_tokens": server.get("drafted_tokens"), "accepted_tokens": server.get("accepted_tokens")}
 
 
 def chunks_table(raw: list[dict[str, Any]]) -> pd.DataFrame:

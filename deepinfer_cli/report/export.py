@@ -42,7 +42,7 @@ def write_png(summaries: list[Summary], folder: Path) -> list[Path]:
         for summary in summaries:
             values = summary.requests.loc[summary.requests["ok"], column].dropna().sort_values()
             if len(values):
-                axes.step(values, [(i + 1) / len(values) for i in range(len(values))], where="post", label=summary.name)
+                axes.step(values, [(i + 1) / len(values) for i in range(len(values))], where="post", label=summary.title)
         axes.set(xlabel=f"{metric} (ms)", ylabel="share of requests", title=_title(f"{metric} distribution", summaries), ylim=(0, 1.02))
         axes.legend(fontsize=7, frameon=False)
         written.append(_save(figure, folder / f"{column.removesuffix('_ms')}.png"))
@@ -51,7 +51,7 @@ def write_png(summaries: list[Summary], folder: Path) -> list[Path]:
         turns = summary.groups("turn")
         rates = [summary.value("hit_rate_client", group=g) for g in turns]
         axes.plot(
-            [int(g.split()[1]) + 1 for g in turns], [float("nan") if r is None else r * 100 for r in rates], marker="o", label=summary.name
+            [int(g.split()[1]) + 1 for g in turns], [float("nan") if r is None else r * 100 for r in rates], marker="o", label=summary.title
         )
     axes.set(xlabel="turn", ylabel="hit rate (%)", title=_title("Hit rate by turn", summaries), ylim=(0, 100))
     axes.legend(fontsize=7, frameon=False)

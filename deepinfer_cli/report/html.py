@@ -61,7 +61,7 @@ def _run(summary: Summary) -> str:
     trouble = "".join(f'<p class="trouble">{escape(text)}</p>' for text in problems)
     notes = "".join(f'<p class="quiet">Note: {escape(text)}</p>' for text in run.get("notes") or [])
     tables = "".join(f"<section><h3>{escape(g.title)}</h3>{table(g)}</section>" for g in grids(summary))
-    return f"<article><h2>{escape(summary.name)} {mark}</h2>{_tiles(summary)}<dl>{listed}</dl>{again}{trouble}{notes}{tables}</article>"
+    return f"<article><h2>{escape(summary.title)} {mark}</h2>{_tiles(summary)}<dl>{listed}</dl>{again}{trouble}{notes}{tables}</article>"
 
 
 def _tiles(summary: Summary) -> str:

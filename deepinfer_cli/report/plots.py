@@ -45,7 +45,7 @@ def figures(summaries: list[Summary]) -> list[Figure]:
 
 
 def _legend(summaries: list[Summary]) -> list[tuple[int, str]]:
-    return [(i, s.name) for i, s in enumerate(summaries)] if len(summaries) > 1 else []
+    return [(i, s.title) for i, s in enumerate(summaries)] if len(summaries) > 1 else []
 
 
 def _good(summary: Summary, *columns: str) -> pd.DataFrame:
@@ -60,8 +60,8 @@ def distribution(summaries: list[Summary], name: str, column: str, title: str) -
         if not len(values):
             continue
         shown = values if len(values) <= MOST_POINTS else np.quantile(values, np.linspace(0, 1, MOST_POINTS))
-        series.append(Series(summary.name, shown.tolist(), (), color=i))
-        rows.append([summary.name, f"{len(values):,}", *(show_number(float(np.quantile(values, share))) for share in SHARES)])
+        series.append(Series(summary.title, shown.tolist(), (), color=i))
+        rows.append([summary.title, f"{len(values):,}", *(show_number(float(np.quantile(values, share))) for share in SHARES)])
     grid = Grid(f"{name} ms at or below which a share of requests lies", ["Run", "n", *(f"{share:.0%}" for share in SHARES)], rows)
     svg = distribution_chart(title, series, f"{name} (ms, logarithmic)")
     return Figure(title, f"{name} of every good request: how many were at or below each value.", svg, grid, _legend(summaries))
@@ -96,8 +96,8 @@ def _rates(summaries: list[Summary], groups: list[str], kind: str, first: int, m
     series, rows = [], []
     for i, summary in enumerate(summaries):
         values = [summary.value(metric, group=group) for group in groups]
-        series.append(Series(summary.name, (), [math.nan if v is None else v for v in values], color=i))
-        rows.append([summary.name, *(show_share(v) for v in values)])
+        series.append(Series(summary.title, (), [math.nan if v is None else v for v in values], color=i))
+        rows.append([summary.title, *(show_share(v) for v in values)])
     title = f"Hit rate by {kind}"
     return Figure(
         title, caption, bar_chart(title, names, series, "hit rate", percent=True), Grid(title, ["Run", *names], rows), _legend(summaries)
@@ -119,8 +119,8 @@ def ttft_by_work(summaries: list[Summary]) -> Figure:
             for turn, w, c, t in zip(good["turn"], work, cached, ttft, strict=True)
         ]
         keep = np.linspace(0, len(work) - 1, min(len(work), MOST_POINTS)).astype(int)
-        series.append(Series(summary.name, work[keep].tolist(), ttft[keep].tolist(), [texts[k] for k in keep], i))
-        rows += _by_work(summary.name, work, ttft)
+        series.append(Series(summary.title, work[keep].tolist(), ttft[keep].tolist(), [texts[k] for k in keep], i))
+        rows += _by_work(summary.title, work, ttft)
     title = "TTFT against tokens computed"
     caption = "Each dot is a request: prompt tokens that were not in the cache, and the time until its first token."
     svg = scatter_chart(title, series, "prompt tokens computed", "TTFT (ms)")
@@ -158,7 +158,7 @@ def timeline(summary: Summary, named: bool) -> Figure:
     marks = [
         (float(at) - zero_s, f"{kind}: {text}") for at, kind, text in zip(bad["end_s"], bad["outcome"], bad["error_text"], strict=True)
     ]
-    title = f"Time line of {summary.name}" if named else "Time line"
+    title = f"Time line of {summary.title}" if named else "Time line"
     caption = "Requests in flight, output tokens per second, hit rate and TTFT over the run; failed requests are vertical ticks."
     return Figure(title, caption, timeline_chart(title, strips, end_s, marks), _time_grid(requests, zero_s, end_s), [])
 
@@ -210,9 +210,9 @@ def frontier(summaries: list[Summary]) -> Figure:
         if user is None or output is None:
             continue
         series.append(
-            Series(summary.name, [user], [output], [f"{summary.name}: {output:,.1f} tok/s in total, {user:,.1f} for one user"], i)
+            Series(summary.title, [user], [output], [f"{summary.title}: {output:,.1f} tok/s in total, {user:,.1f} for one user"], i)
         )
-        rows.append([summary.name, show_number(user), show_number(output)])
+        rows.append([summary.title, show_number(user), show_number(output)])
     title = "Throughput against interactivity"
     caption = "Up: more tokens per second from the server. Right: faster answers for one user."
     svg = scatter_chart(title, series, "tok/s per user (median)", "output tok/s")

@@ -66,6 +66,12 @@ class Summary:
         return str(self.run["id"])
 
     @property
+    def title(self) -> str:
+        """For people: the cell of a sweep with the end of the run's name, else its labels or its name."""
+        labels = self.run.get("labels") or {}
+        return f"{labels['cell']} · {self.name[-6:]}" if "cell" in labels else self.name
+
+    @property
     def stamp(self) -> str | None:
         stamp = self.run.get("stamp")
         return str(stamp) if stamp else None

@@ -20,7 +20,7 @@ import pytest
 from deepinfer_cli.bench.harness import judge
 from deepinfer_cli.bench.load import Job, arrival_times, drive
 from deepinfer_cli.bench.prompts import make_conversations
-from deepinfer_cli.bench.recipe import Recipe, parse_recipe
+from deepinfer_cli.bench.recipe import Load, Recipe, parse_recipe
 from deepinfer_cli.bench.runs import read_lines
 from tests.cli.fake_server import FakeServer, serving
 
@@ -117,11 +117,12 @@ async def test_open_loop_starts_on_time(tmp_path: Path) -> None:
 
 
 def test_poisson_gaps_have_the_asked_rate_and_repeat() -> None:
-    times = arrival_times("poisson", 5.0, 4001, 1)
+    load = Load(arrival="poisson", rate=5.0)
+    times = arrival_times(load, 4001, 1)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.05)
     assert statistics.pstdev(gaps) == pytest.approx(0.2, rel=0.1)
-    assert arrival_times("poisson", 5.0, 10, 1) == times[:10]
+    assert arrival_times(load, 10, 1) == times[:10]
 
 
 @pytest.mark.parametrize(
