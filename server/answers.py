@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from server.choice import Choice, Entry
@@ -43,6 +43,13 @@ def usage(ticket: Ticket, choices: list[Choice]) -> dict[str, Any]:
     completion = sum(choice.num_tokens for choice in choices)
     reasoning = sum(choice.parser.reasoning_tokens for choice in choices)
     return usage_of(ticket.prompt_len, completion, ticket.cached_tokens, reasoning)
+
+
+def timing_of(ticket: Ticket) -> dict[str, Any]:
+    """Where the time went, in seconds: the engine's account up to the first token, and `first_output_s` from dispatch to the front."""
+    first_s = None if ticket.first_output_s is None else ticket.first_output_s - ticket.started_s
+    parts = {} if ticket.timing is None else asdict(ticket.timing)
+    return {**parts, "first_output_s": first_s, "drafted_tokens": ticket.drafted, "accepted_tokens": ticket.accepted}
 
 
 def usage_of(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.answers import Head, Message, chat_delta, chunk_choice, logprobs_of, new_head, usage
+from server.answers import Head, Message, chat_delta, chunk_choice, logprobs_of, new_head, timing_of, usage
 from server.choice import Choice
 from server.errors import ApiError
 from server.front_state import Front
@@ -20,6 +20,9 @@ from server.rendering import RenderedPrompt
 from server.schemas import CommonRequest, default_max_tokens, parse_common
 from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
 from server.text import MAX_EFFORT
+
+# With the value 1 the chunk that carries the usage also says where the time went, in the field `deepinfer`.
+TIMING_HEADER = "x-deepinfer-timing"
 
 
 async def create(front: Front, http: HttpRequest) -> Response:
@@ -65,7 +68,8 @@ async def create(front: Front, http: HttpRequest) -> Response:
         front.metrics.streams_open -= 1
         generation.close()
 
-    return EventStream(_events(generation, request, head, rendered), on_close, headers)
+    timed = http.headers.get(TIMING_HEADER) == "1"
+    return EventStream(_events(generation, request, head, rendered, timed), on_close, headers)
 
 
 async def _complete(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> dict[str, Any]:
@@ -79,12 +83,13 @@ async def _complete(generation: Generation, request: CommonRequest, head: Head, 
 
 
 class ChunkWriter:
-    """Frames pieces as chunks of one stream, with usage where the client asked for it."""
+    """Frames pieces as chunks of one stream, with usage and times where the client asked for them."""
 
-    def __init__(self, generation: Generation, request: CommonRequest, head: Head) -> None:
+    def __init__(self, generation: Generation, request: CommonRequest, head: Head, timed: bool) -> None:
         self.generation = generation
         self.request = request
         self.head = head
+        self.timed = timed
 
     def chunk(self, choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None, **extra: Any) -> bytes:
         value = {**self.head.with_choices(choices, ".chunk"), **extra}
@@ -114,11 +119,14 @@ class ChunkWriter:
     def closing(self) -> bytes:
         if not self.request.include_usage:
             return DONE
-        return self.chunk([], usage(self.generation.ticket, self.generation.choices)) + DONE
+        times = {"deepinfer": timing_of(self.generation.ticket)} if self.timed else {}
+        return self.chunk([], usage(self.generation.ticket, self.generation.choices), **times) + DONE
 
 
-async def _events(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> AsyncIterator[bytes]:
-    writer = ChunkWriter(generation, request, head)
+async def _events(
+    generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt, timed: bool
+) -> AsyncIterator[bytes]:
+    writer = ChunkWriter(generation, request, head, timed)
     ended: set[int] = set()
     try:
         yield writer.opening(await generation.explanation(rendered.tools))

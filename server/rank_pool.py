@@ -280,6 +280,9 @@ class RankPool:
         if output.cached_tokens is not None:
             # All choices of a request share one prompt; what the first of them reused is what the client is told.
             ticket.cached_tokens = output.cached_tokens if choice == 0 else ticket.cached_tokens
+            ticket.timing = output.timing if choice == 0 else ticket.timing
+        ticket.drafted += output.drafted
+        ticket.accepted += output.accepted
         if output.finish_reason is not None:
             del self._owners[output.request_id]
             ticket.open_choices.discard(choice)

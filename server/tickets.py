@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.request import Output
+from engine.request import Output, Timing
 from server.errors import ApiError
 from server.protocol import Reply
 
@@ -63,7 +63,10 @@ class Mailbox:
 
 @dataclass(slots=True)
 class Ticket:
-    """`queued_tokens`: prompt tokens that the rank has not prefilled as far as the front knows. Times are of the monotonic clock."""
+    """`queued_tokens`: prompt tokens that the rank has not prefilled as far as the front knows. Times are of the monotonic clock.
+
+    `timing`: where the first choice's time to first token went. `drafted`, `accepted`: speculated tokens of all choices.
+    """
 
     request_id: str
     rank: int
@@ -75,6 +78,9 @@ class Ticket:
     first_output_s: float | None = None
     last_output_s: float = 0.0
     cached_tokens: int = 0
+    timing: Timing | None = None
+    drafted: int = 0
+    accepted: int = 0
     generated_tokens: int = 0
     open_choices: set[int] = field(default_factory=set)
     closed: bool = False
