@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer_cli.bench.agentx_live import hit_shares
 from deepinfer_cli.bench.agentx_traces import TraceSet
 from deepinfer_cli.bench.aiperf_outputs import RECORDS, Aggregate, LogFacts, ServerCounters, read_aggregate, read_log, read_server_counters
 from deepinfer_cli.bench.aiperf_records import WINDOW, RequestRow, chunk_gaps, read_records, request_rows, to_frame
@@ -29,6 +30,18 @@ class Collected:
     window_s: float
     counters_before: Mapping[str, Any] | None
     counters_after: Mapping[str, Any] | None
+
+    @property
+    def scraped_hit_share(self) -> float | None:
+        """By the harness's own scrape, whose window starts up to a second of the warm-up too early."""
+        return self.counters.hit_share if self.counters else None
+
+    @property
+    def server_hit_share(self) -> float | None:
+        """Share of prompt tokens from the cache by the server's counters: aligned with the window where the server is ours."""
+        if self.counters_before is None or self.counters_after is None:
+            return self.scraped_hit_share
+        return hit_shares(self.counters_before, self.counters_after)[0]
 
 
 def collect(folder: Path, traces: TraceSet, not_before_s: float) -> Collected:

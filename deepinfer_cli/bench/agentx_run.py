@@ -194,7 +194,7 @@ class AgentxRun:
         verdict = self._judge(ending, collected, before, self._server_counters())
         write_tables(self.folder, collected)
         partial = ending.interrupted or ending.stuck or collected.aggregate is None
-        client, server = agentx_verdict.client_hit_share(collected.rows), collected.counters.hit_share if collected.counters else None
+        client = agentx_verdict.client_hit_share(collected.rows)
         told = agentx_verdict.as_json(verdict)
         apart = [f"not comparable: {r.text}" for r in verdict.not_comparable]
         self._body |= {
@@ -211,7 +211,7 @@ class AgentxRun:
             "client_cpu": self._cpu.share,
             "counters_before": collected.counters_before,
             "counters_after": collected.counters_after,
-            "hit_share": {"client": client, "server": server},
+            "hit_share": {"client": client, "server": collected.server_hit_share, "scraped": collected.scraped_hit_share},
             "harness_ideal_hit_share": collected.aggregate.ideal_hit_share if collected.aggregate else None,
             "notes": [*self._found.notes, *(r.text for r in verdict.warnings), *apart],
         }
@@ -226,6 +226,7 @@ class AgentxRun:
                 exit_code=KILLED if ending.stuck else ending.exit_code,
                 aggregate=collected.aggregate,
                 counters=collected.counters,
+                server_hit_share=collected.server_hit_share,
                 log=collected.log,
                 interrupted=ending.interrupted,
                 clock_step_s=self._clock.step_s,

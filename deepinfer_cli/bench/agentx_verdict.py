@@ -41,6 +41,7 @@ class Evidence:
     exit_code: int | None
     aggregate: Aggregate | None
     counters: ServerCounters | None = None
+    server_hit_share: float | None = None
     log: LogFacts = field(default_factory=LogFacts)
     interrupted: bool = False
     clock_step_s: float = 0.0
@@ -294,7 +295,7 @@ def _warnings(evidence: Evidence, window: Sequence[RequestRow], counts: Counts) 
     if counts.lost and not gave_up(evidence):
         text = f"{counts.lost} request(s) still ran {evidence.plan.grace_s:g} s after the window and are in no record"
         found.append(Reason("lost", text))
-    client, server = client_hit_share(window), evidence.counters.hit_share if evidence.counters else None
+    client, server = client_hit_share(window), evidence.server_hit_share
     if client is not None and server is not None and abs(client - server) > MAX_HIT_GAP:
         found.append(Reason("hit_rate_differs", f"hit rate {client:.1%} by the answers, {server:.1%} by the server's counters"))
     chunked = [r.tokens_per_chunk for r in window if r.ok and r.tokens_per_chunk]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepinfer_cli.bench.agentx_verdict import Evidence, as_json, judge
-from deepinfer_cli.bench.aiperf_outputs import LogFacts, RankCounters, ServerCounters, read_aggregate, read_server_counters
+from deepinfer_cli.bench.aiperf_outputs import LogFacts, ServerCounters, read_aggregate, read_server_counters
 from deepinfer_cli.bench.aiperf_records import request_rows
 from tests.cli.bench.agentx_samples import AGGREGATE, SAMPLE, evidence, failed, golden_traces, good_records, plan, record, rows
 
@@ -199,8 +199,8 @@ def test_silent_metrics_endpoint_is_a_reason_and_none_at_all_only_for_our_server
 
 
 def test_hit_rates_more_than_a_point_apart_are_a_warning() -> None:
-    ranks = (RankCounters("0", 1000, 20, 0, 1000, 10),)
-    verdict = judge(evidence(counters=ServerCounters(1, 1, ranks)))
+    assert judge(evidence(server_hit_share=0.009)).warnings == ()
+    verdict = judge(evidence(server_hit_share=0.02))
     assert verdict.valid
     assert [warning.code for warning in verdict.warnings] == ["hit_rate_differs"]
 
