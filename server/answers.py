@@ -64,11 +64,11 @@ def usage_of(prompt: int, completion: int, cached: int, reasoning: int) -> dict[
     }
 
 
-def chat_delta(piece: Delta) -> dict[str, Any]:
-    """One kind per chunk: common clients look at one and drop the others."""
+def chat_delta(piece: Delta, reasoning_alias: bool = False) -> dict[str, Any]:
+    """One kind per chunk: common clients look at one and drop the others. `reasoning_alias` sends reasoning under both of its names."""
     match piece.kind:
         case DeltaKind.REASONING:
-            return {"reasoning_content": piece.text}
+            return {"reasoning_content": piece.text, "reasoning": piece.text} if reasoning_alias else {"reasoning_content": piece.text}
         case DeltaKind.CONTENT:
             return {"content": piece.text}
         case DeltaKind.TOOL_START:
@@ -94,6 +94,7 @@ class Message:
     """Collects the pieces of one choice into a complete message: exactly what the deltas of a stream add up to."""
 
     thinking: bool
+    reasoning_alias: bool = False
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -117,6 +118,8 @@ class Message:
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
         if self.thinking:
             message["reasoning_content"] = "".join(self.reasoning)
+            if self.reasoning_alias:
+                message["reasoning"] = message["reasoning_content"]
         if self.calls:
             message["tool_calls"] = [
                 {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": "".join(call["arguments"])}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,8 +14,10 @@ from server import admin, chat, completions
 from server.errors import ApiError
 from server.front_state import Front
 from server.json_response import JsonResponse
-from server.middleware import Gate, error_headers
+from server.middleware import error_headers, wrap
+from server.openapi import document
 from server.streaming import ClientGone
+from server.thinking import ALIASES
 
 
 def create_app(front: Front) -> ASGIApp:
@@ -26,11 +30,26 @@ def create_app(front: Front) -> ASGIApp:
         redoc_url=None,
         openapi_url="/openapi.json" if docs else None,
     )
+    app.openapi = lambda: describe(front)  # type: ignore[method-assign]
     _add_failures(app, front)
     _add_open_routes(app, front)
     _add_generation(app, front)
     _add_admin(app, front)
-    return Gate(app, lambda: front.keys, front.metrics.reject)
+    return wrap(app, lambda: front.keys, front.metrics.reject, front.config.origins)
+
+
+def describe(front: Front) -> dict[str, Any]:
+    """The OpenAPI document. Raises Unavailable until the engine's vocabulary is known."""
+    efforts = [*front.text.encoder.dialect.efforts, *ALIASES, "none"]
+    config = front.config
+    return document(
+        front.launch.served_name,
+        front.limits.vocab_size,
+        config.max_tokens_limit,
+        efforts,
+        render=config.render_route,
+        faults=config.debug_faults,
+    )
 
 
 def _add_failures(app: FastAPI, front: Front) -> None:

@@ -73,7 +73,8 @@ async def create(front: Front, http: HttpRequest) -> Response:
 
 
 async def _complete(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> dict[str, Any]:
-    messages = [Message(rendered.thinking.enabled) for _ in generation.choices]
+    alias = generation.front.config.reasoning_alias
+    messages = [Message(rendered.thinking.enabled, alias) for _ in generation.choices]
     async for batch in generation.pieces():
         for choice, piece in batch or ():
             messages[choice.index].add(piece, choice.logprobs(piece))
@@ -90,6 +91,7 @@ class ChunkWriter:
         self.request = request
         self.head = head
         self.timed = timed
+        self.reasoning_alias = generation.front.config.reasoning_alias
 
     def chunk(self, choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None, **extra: Any) -> bytes:
         value = {**self.head.with_choices(choices, ".chunk"), **extra}
@@ -108,7 +110,7 @@ class ChunkWriter:
     def piece(self, choice: Choice, piece: Delta) -> bytes:
         entries = choice.logprobs(piece)
         logprobs = logprobs_of(piece.kind, entries) if entries else None
-        return self.chunk([chunk_choice(choice.index, chat_delta(piece), None, logprobs)])
+        return self.chunk([chunk_choice(choice.index, chat_delta(piece, self.reasoning_alias), None, logprobs)])
 
     def finish(self, choice: Choice) -> bytes:
         last = chunk_choice(choice.index, {}, choice.finish_reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import uvloop
 
 from server import parent_death
 from server.app import create_app
+from server.connection import Connection
 from server.errors import DixError, Unavailable
 from server.front_state import Front
 from server.grammar_check import GrammarCheck
@@ -42,7 +44,7 @@ def build_front(launch: Launch) -> Front:
     pool = RankPool(launch.socket_address, launch.engine.dp, launch.server, router, HeartbeatFile(launch.heartbeat_path))
     metrics = FrontMetrics(launch.served_name)
     pool.on_output = metrics.on_output
-    metrics.registry.register(RankCollector(metrics, pool))
+    metrics.registry.register(RankCollector(metrics, pool, launch.server.metric_namespaces))
     tenants = Tenants(launch.hicache.isolation, launch.read_cache_secret())
     return Front(launch, pool, metrics, Workers(), GrammarCheck(launch.engine.model), tenants)
 
@@ -84,6 +86,8 @@ class Control:
                 watchdog.deaths_total += message["kind"] == "death"
                 watchdog.hangs_total += message["kind"] == "hang"
                 pool.dead = not message["restarting"]
+                if message["crash"]:
+                    self.front.poison.blame(pool.running_on(message["rank"]))
                 failed = pool.fail_all(Unavailable("rank_failed", "an engine process failed and its requests were ended", retry_after_s=2))
                 watchdog.failed_requests_total += failed
                 pool.router.forget(view.rank for view in pool.ranks)
@@ -114,6 +118,8 @@ class Control:
     async def prepare_text(self) -> None:
         try:
             self.front.set_text(await self.front.workers.run(load_text, self.front.launch))
+            gc.collect()
+            gc.freeze()  # what lives from here on to the end need not be looked at in every collection
         except DixError as error:
             log.error("%s", error)
             self.tell({"event": "fatal", "message": str(error), "hint": error.hint, "exit_code": error.exit_code})
@@ -123,9 +129,10 @@ class Control:
 
 async def run(launch: Launch, control: socket.socket, listener: socket.socket) -> None:
     front = build_front(launch)
+    connection = type("Connection", (Connection,), {"header_timeout_s": launch.server.header_timeout_s})
     config = uvicorn.Config(
         create_app(front),
-        http="httptools",
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -137,7 +144,10 @@ async def run(launch: Launch, control: socket.socket, listener: socket.socket) -
     )
     server = uvicorn.Server(config)
     channel = Control(front, server, control)
-    tasks = [asyncio.create_task(work) for work in (front.pool.receive_forever(), channel.listen(), channel.prepare_text())]
+    tasks = [
+        asyncio.create_task(work)
+        for work in (front.pool.receive_forever(), channel.listen(), channel.prepare_text(), front.metrics.watch_loop())
+    ]
     for task in tasks:
         task.add_done_callback(_exit_on_bug)
     await server.serve(sockets=[listener])

@@ -14,6 +14,7 @@ from server.errors import Unavailable
 from server.grammar_check import GrammarCheck
 from server.launch import Launch
 from server.metrics import FrontMetrics
+from server.poison import Poison
 from server.rank_pool import RankPool
 from server.schemas import Bounds
 from server.tenants import Tenants
@@ -31,6 +32,7 @@ class Front:
     workers: Workers
     grammars: GrammarCheck
     tenants: Tenants = field(default_factory=Tenants)
+    poison: Poison = field(default_factory=Poison)
     keys: list[bytes] = field(default_factory=list)
     tell: Callable[[dict[str, Any]], None] = lambda _message: None
     intervals: dict[str, int] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from server.choice import Choice, EndRules
 from server.errors import ApiError, BadRequest, Unavailable
 from server.front_state import Front
 from server.output_parser import Delta, OutputParser
+from server.poison import fingerprint
 from server.rank_pool import new_engine_id
 from server.router import prompt_keys
 from server.schemas import CommonRequest
@@ -101,6 +102,7 @@ class Generation:
         for choice in self.choices:
             self.front.metrics.oddities.update(asdict(choice.parser.counts))
         if self.outcome in ("stop", "length", "tool_calls"):
+            self.front.poison.acquit(self.ticket.fingerprint)
             choice = self.choices[0]
             self.front.pool.router.finished(self.prompt_ids + choice.token_ids, len(self.prompt_ids), self.ticket.rank, self.salt)
         self.front.check_drained()
@@ -162,8 +164,11 @@ async def begin(
         ]
     except RequestError as error:
         raise BadRequest(None, str(error)) from None
+    identity = fingerprint(keys.whole, requests[0])
+    front.poison.check(identity)
     session = session_of(http, request)
     ticket = front.pool.dispatch(requests, session, request.user, keys, http.state.request_id, explain=explain)
+    ticket.fingerprint = identity
     front.metrics.admitted_total += 1
     rules = EndRules(front.text.eos_id, request.ignore_eos, request.min_tokens)
     token_bytes = front.text.tokenizer.token_bytes if request.logprobs else None

@@ -11,27 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from server.channel import LineReader, send_line
+from server.gpu import GpuProcess, still_on_gpu
 from server.guard import start_time
 from server.heartbeat import HeartbeatFile
 from server.launch import Launch
 from server.logs import tail
-from server.processes import Child, end_groups, reap_orphans, spawn
+from server.processes import Child, end_groups, launch_gpus, reap_orphans, spawn
 from server.state import ProcessRecord
 
 TERM_PATIENCE_S = 10.0
+CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 STACK_DUMP_S = 1.0
 ECHO_PATIENCE_S = 1.0  # a killed process is seen dead once its memory is gone, which peers notice earlier
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong. kind: death, hang, fatal. `rank` is -1 for the front."""
+    """What went wrong. kind: death, hang, fatal. `rank` is -1 for the front. crash: the process failed by itself, nobody ended it."""
 
     kind: str
     rank: int
     message: str
     hint: str = ""
     exit_code: int = 4
+    crash: bool = False
 
 
 class ProcessGroup:
@@ -43,6 +46,7 @@ class ProcessGroup:
         self.listener = listener
         self.api_keys = api_keys
         self.generation = 0
+        self.gpus = launch_gpus(launch)
         self.front: Child | None = None
         self.ranks: list[Child] = []
         self.heartbeats = HeartbeatFile(launch.heartbeat_path, ranks=launch.engine.dp)
@@ -52,6 +56,7 @@ class ProcessGroup:
         self._reports: list[LineReader] = []
         self._fatal: dict[int, dict[str, Any]] = {}
         self._echo_since_s: float | None = None
+        self.left_on_gpus: list[GpuProcess] = []
 
     def start_front(self) -> None:
         ours, theirs = socket.socketpair()
@@ -101,9 +106,12 @@ class ProcessGroup:
     def records(self) -> list[ProcessRecord]:
         records = []
         for child in self.children:
-            records.append(ProcessRecord(child.role, child.pid, child.start_time, child.pid, child.rank))
+            records.append(ProcessRecord(child.role, child.pid, child.start_time, child.pid, child.rank, self._gpu(child.rank)))
             records.append(ProcessRecord("guard", child.guard.pid, start_time(child.guard.pid), child.pid, child.rank))
         return records
+
+    def _gpu(self, rank: int) -> str:
+        return self.gpus[rank] if self.gpus and rank >= 0 else ""
 
     def tell_front(self, message: dict[str, Any]) -> None:
         # A front that is gone is found by `failure`; a message to it has no other use.
@@ -164,14 +172,17 @@ class ProcessGroup:
 
     def _describe_fatal(self, rank: int) -> Failure:
         message = self._fatal[rank]
-        return Failure("fatal", rank, message["message"], message.get("hint", ""), message.get("exit_code", 4))
+        return Failure(
+            "fatal", rank, message["message"], message.get("hint", ""), message.get("exit_code", 4), crash=not self._is_echo(rank)
+        )
 
     def _describe_death(self, child: Child) -> Failure:
         if child.rank in self._fatal:
             return self._describe_fatal(child.rank)
         code = child.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return Failure("death", child.rank, f"{child.name} (pid {child.pid}) {how}")
+        crash = code >= 0 or -code in CRASH_SIGNALS
+        return Failure("death", child.rank, f"{child.name} (pid {child.pid}) {how}", crash=crash)
 
     def log_tail(self, rank: int) -> list[str]:
         name = "front" if rank < 0 else f"rank-{rank}"
@@ -194,11 +205,13 @@ class ProcessGroup:
 
     def end(self) -> list[int]:
         """Ranks, then the front: SIGTERM, patience, SIGKILL. Returns the pids that needed the last."""
+        pids = [child.pid for child in self.ranks]
         stubborn = end_groups(self.ranks, TERM_PATIENCE_S)
         if self.front is not None:
             stubborn += end_groups([self.front], TERM_PATIENCE_S)
         self._forget_ranks()
         self._forget_front()
+        self.left_on_gpus = still_on_gpu(pids) if self.gpus else []
         return stubborn
 
     def close(self) -> None:

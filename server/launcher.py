@@ -18,11 +18,12 @@ import msgspec
 
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
-from server import listener
+from server import gpu, listener
 from server.config import ServerConfig
 from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable
 from server.launch import Launch, load_launch
 from server.logs import open_log, tail
+from server.processes import launch_gpus
 from server.state import Lock, ServerState, clean_leftovers, is_running, read_state, same_process, server_dir
 from server.supervisor import STOP_REQUEST_NAME, Supervisor
 
@@ -101,6 +102,7 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
         killed = clean_leftovers(directory)
         keys = api_keys + read_keys(launch.server.api_key_file)
         _check_exposure(launch.server, keys, on_event)
+        _check_gpus(launch)
         launch_path = launch.prepare()
         open_log(launch.log_dir, "supervisor", launch.server.log_level)
         with listener.bind(launch.server.host, launch.server.port, state_dir) as sock:
@@ -114,8 +116,17 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
 
 def _check_exposure(config: ServerConfig, keys: list[str], on_event: OnEvent) -> None:
     if config.host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        if config.require_key:
+            raise ConfigError(f"server.host is {config.host!r} and there is no API key", hint="--api-key-file FILE, or --host 127.0.0.1")
         message = f"listening on {config.host} without an API key: anyone who can reach this machine can use the model"
         on_event({"event": "warning", "message": message, "hint": "--api-key-file FILE"})
+
+
+def _check_gpus(launch: Launch) -> None:
+    """Raises MachineError when a foreign program computes on a GPU that a rank would get."""
+    devices = [] if launch.engine.device == "cpu" or launch.server.share_gpu else launch_gpus(launch)
+    if devices:
+        gpu.check_unoccupied(gpu.gpu_processes(), devices)
 
 
 def read_keys(path: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -32,6 +33,8 @@ HISTOGRAMS = {
     "request_generation_tokens": TOKENS,
     "iteration_tokens_total": TOKENS,
 }
+LOOP_PROBE_S = 0.05
+LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 log = logging.getLogger("front")
 
@@ -64,6 +67,7 @@ class FrontMetrics:
     watchdog: Watchdog = field(default_factory=Watchdog)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     histograms: dict[str, Histogram] = field(default_factory=dict)
+    loop_lag: Histogram = field(init=False)
     _unknown_seen: set[str] = field(default_factory=set)
     _children: dict[tuple[str, int], Histogram] = field(default_factory=dict)
 
@@ -72,6 +76,17 @@ class FrontMetrics:
             self.histograms[name] = Histogram(
                 f"deepinfer:{name}", name.replace("_", " "), ("model_name", "engine"), buckets=buckets, registry=self.registry
             )
+
+        self.loop_lag = Histogram(
+            "deepinfer:event_loop_lag_seconds", "how late the front's event loop runs", buckets=LAGS, registry=self.registry
+        )
+
+    async def watch_loop(self) -> None:
+        """Note for ever how late a timer fires: whatever blocks the loop delays every stream by as much."""
+        while True:
+            due_s = time.monotonic() + LOOP_PROBE_S
+            await asyncio.sleep(LOOP_PROBE_S)
+            self.loop_lag.observe(max(0.0, time.monotonic() - due_s))
 
     def observe(self, name: str, rank: int, value: float) -> None:
         child = self._children.get((name, rank))

@@ -1,4 +1,4 @@
-"""What every request passes: request id, key check, and one error body for everything that goes wrong. Plain ASGI."""
+"""What every request passes, outermost first: request id, origins of browsers, key check. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError
@@ -27,13 +28,20 @@ def unauthorized(message: str) -> ApiError:
     return ApiError(401, "invalid_api_key", message, type="authentication_error")
 
 
-class Gate:
-    """Deny by default: with keys configured, every path outside `OPEN_PATHS` needs one, unknown paths and every method included."""
+def wrap(app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None], origins: list[str]) -> ASGIApp:
+    """The application behind all of this module. Pages of `origins` may call it; their preflight requests carry no key."""
+    gated: ASGIApp = Gate(app, keys, on_reject)
+    if origins:
+        exposed = ["X-Request-ID", "X-DeepInfer-Rank", "Retry-After"]
+        gated = CORSMiddleware(gated, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
+    return RequestIds(gated)
 
-    def __init__(self, app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None]) -> None:
+
+class RequestIds:
+    """Gives every answer an X-Request-ID, and turns what nobody caught into a 500 with the common body."""
+
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.keys = keys
-        self.on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,15 +59,30 @@ class Gate:
             await send(message)
 
         try:
-            self.check(scope)
             await self.app(scope, receive, send_with_id)
-        except ApiError as error:
-            self.on_reject(error.status)
-            await send_error(send_with_id, error)
         except Exception:
             log.exception("unhandled", extra={"request_id": request_id})
             if not started:
                 await send_error(send_with_id, ApiError(500, "internal_error", "internal error", type="server_error"))
+
+
+class Gate:
+    """Deny by default: with keys configured, every path outside `OPEN_PATHS` needs one, unknown paths and every method included."""
+
+    def __init__(self, app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None]) -> None:
+        self.app = app
+        self.keys = keys
+        self.on_reject = on_reject
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self.check(scope)
+        except ApiError as error:
+            self.on_reject(error.status)
+            await send_error(send, error)
+            return
+        await self.app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
         """Raises ApiError 401 or 431 before the body is read. Notes whose key it is, and whether the peer may see operators' data."""

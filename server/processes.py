@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server import guard
-from server.launch import BOOT_VARIABLE
+from server.gpu import gpu_uuids
+from server.launch import BOOT_VARIABLE, Launch
 
 SECRET_WORDS = ("API_KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -105,6 +106,20 @@ def visible_device(rank: int) -> str:
     else:
         devices = [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
     return devices[rank % len(devices)] if devices else ""
+
+
+def rank_gpu(rank: int, uuids: list[str]) -> str:
+    """Uuid of a rank's GPU, given those of the machine; "" when it has none."""
+    device = visible_device(rank)
+    if device.isdigit():
+        return uuids[int(device)] if int(device) < len(uuids) else ""
+    return device
+
+
+def launch_gpus(launch: Launch) -> list[str]:
+    """Uuids of the GPUs that the ranks of a server get, one per rank; empty without GPUs."""
+    uuids = gpu_uuids() if launch.engine.device != "cpu" else []
+    return [rank_gpu(rank, uuids) for rank in range(launch.engine.dp)] if uuids else []
 
 
 def reap_orphans(known: set[int]) -> None:

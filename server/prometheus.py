@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,6 +34,26 @@ def _usage(record: Record) -> float:
     return _leaf("kv", "tokens_used")(record) / capacity if capacity else 0.0
 
 
+def _hit_rate(record: Record) -> float:
+    looked_up = _leaf("prefix_cache", "lookup_tokens_total")(record)
+    return _leaf("prefix_cache", "hit_tokens_total")(record) / looked_up if looked_up else 0.0
+
+
+@dataclass(slots=True)
+class Rate:
+    """How fast a counter grew since it was last looked at. Looks within a second of each other share one answer."""
+
+    _value: float = 0.0
+    _total: float = 0.0
+    _at_s: float | None = None
+
+    def per_second(self, total: float, now_s: float) -> float:
+        if self._at_s is None or now_s - self._at_s >= 1.0:
+            self._value = (total - self._total) / (now_s - self._at_s) if self._at_s is not None else 0.0
+            self._total, self._at_s = total, now_s
+        return self._value
+
+
 def _off_device(leaf: str) -> Reader:
     return lambda record: _leaf("prefix_cache", "tiers", "host", leaf)(record) + _leaf("prefix_cache", "tiers", "disk", leaf)(record)
 
@@ -54,6 +76,12 @@ COUNTERS: dict[str, Reader] = {
     "spec_decode_num_drafts": _leaf("spec", "drafts_total"),
     "spec_decode_num_draft_tokens": _leaf("spec", "draft_tokens_total"),
     "spec_decode_num_accepted_tokens": _leaf("spec", "accepted_tokens_total"),
+}
+SGLANG_GAUGES: dict[str, Reader] = {
+    "num_running_reqs": _leaf("running"),
+    "num_queue_reqs": _leaf("waiting"),
+    "token_usage": _usage,
+    "cache_hit_rate": _hit_rate,
 }
 NATIVE_COUNTERS: dict[str, Reader] = {
     "prefix_cache_query_tokens": _leaf("prefix_cache", "lookup_tokens_total"),
@@ -88,12 +116,15 @@ LABELLED_COUNTERS: dict[str, tuple[str, str]] = {
 class RankCollector(Collector):
     """Reads the last snapshots at scrape time. Counters add what earlier generations of a rank counted."""
 
-    def __init__(self, metrics: FrontMetrics, pool: RankPool) -> None:
+    def __init__(self, metrics: FrontMetrics, pool: RankPool, foreign: Collection[str] = ("vllm",)) -> None:
+        """foreign: namespaces of other servers whose names are offered as well ("vllm", "sglang")."""
         self.metrics = metrics
         self.pool = pool
+        self.foreign = foreign
+        self._rates: dict[int, Rate] = {}
 
     def collect(self) -> Iterator[Metric]:
-        for namespace in ("deepinfer", "vllm"):
+        for namespace in ("deepinfer", *(["vllm"] if "vllm" in self.foreign else [])):
             for name, read in GAUGES.items():
                 yield self._gauge(f"{namespace}:{name}", read)
             for name, read in COUNTERS.items():
@@ -108,7 +139,20 @@ class RankCollector(Collector):
         yield self._labelled(GaugeMetricFamily, "deepinfer:hicache_frames", "state", "frames")
         yield self._tier_hits()
         yield from self._front()
-        yield from self._vllm_histograms()
+        if "vllm" in self.foreign:
+            yield from self._vllm_histograms()
+        if "sglang" in self.foreign:
+            yield from self._sglang()
+
+    def _sglang(self) -> Iterator[Metric]:
+        for name, read in SGLANG_GAUGES.items():
+            yield self._gauge(f"sglang:{name}", read)
+        yield self._counter("sglang:cached_tokens", COUNTERS["prompt_tokens_cached"])
+        family = GaugeMetricFamily("sglang:gen_throughput", "generated tokens per second since the last scrape", labels=LABELS)
+        for view in self.pool.ranks:
+            total = COUNTERS["generation_tokens"](added(view.stats, view.retired))
+            family.add_metric(self._labels(view), self._rates.setdefault(view.rank, Rate()).per_second(total, time.monotonic()))
+        yield family
 
     def _gauge(self, name: str, read: Reader) -> Metric:
         family = GaugeMetricFamily(name, name.partition(":")[2].replace("_", " "), labels=LABELS)

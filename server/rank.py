@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -44,6 +45,8 @@ class EngineLike(Protocol):
     def step(self) -> list[Output]: ...
     def reset_prefix_cache(self) -> None: ...
     def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None: ...
+    @property
+    def prefill_intervals(self) -> tuple[int, int]: ...
     def stats(self) -> dict[str, Any]: ...
     def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]: ...
     def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]: ...
@@ -106,6 +109,7 @@ class RankLoop:
         self._baseline: dict[str, Any] = {}
         self._last_stats: dict[str, Any] = {}
         self._stats_due_s = 0.0
+        self._changes: list[protocol.SetScheduling] = []
 
     def run(self) -> None:
         """Serve until `stopping`. The first request is our own: a rank is ready when one token came through the normal path."""
@@ -116,6 +120,8 @@ class RankLoop:
             outputs = self.engine.step()
             self.tick()
             self._publish(outputs)
+            if self._changes:
+                self._answer_changes()
             if self.engine.idle:
                 self.link.wait(IDLE_WAIT_MS)
 
@@ -139,8 +145,8 @@ class RankLoop:
                 self._reply(operation, self._reset)
             case protocol.ExplainPrompt(operation, token_ids, salt):
                 self._reply(operation, lambda: self.engine.explain_prompt(token_ids, salt))
-            case protocol.SetScheduling(operation, attempt, any_):
-                self._reply(operation, lambda: self._set_intervals(attempt, any_))
+            case protocol.SetScheduling():
+                self._set_intervals(message)
             case protocol.Fault(operation, kind, arguments):
                 self._reply(operation, lambda: self._break(kind, arguments))
             case protocol.Wake():
@@ -156,9 +162,23 @@ class RankLoop:
         self.engine.reset_prefix_cache()
         return {}
 
-    def _set_intervals(self, attempt: int | None, any_: int | None) -> dict[str, Any]:
-        self.engine.set_prefill_intervals(attempt, any_)
-        return {}
+    def _set_intervals(self, message: protocol.SetScheduling) -> None:
+        """The change travels with the next vote; the answer waits until a vote applied it."""
+        attempt, any_ = message.prefill_attempt_interval, message.prefill_any_interval
+        try:
+            self.engine.set_prefill_intervals(attempt, any_)
+        except DixError as error:
+            self.link.send(protocol.Reply(message.operation, {}, str(error)))
+            return
+        self._changes.append(message)
+
+    def _answer_changes(self) -> None:
+        have_attempt, have_any = self.engine.prefill_intervals
+        for message in list(self._changes):
+            if message.prefill_attempt_interval in (None, have_attempt) and message.prefill_any_interval in (None, have_any):
+                self._changes.remove(message)
+                values = {"prefill_attempt_interval": have_attempt, "prefill_any_interval": have_any}
+                self.link.send(protocol.Reply(message.operation, values))
 
     def _break(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if kind == "exit":
@@ -243,7 +263,7 @@ def build_engine(launch: Launch, rank: int, generation: int, on_progress: Callab
     group: Group | None = None
     if config.dp > 1:
         group = GlooGroup(rank, config.dp, init_file=str(launch.rendezvous_path(generation)), timeout_s=config.collective_timeout_s)
-    engine: EngineLike = Engine(config, launch.hicache, group, on_progress=on_progress)
+    engine: EngineLike = Engine(config, launch.hicache, group, on_progress=on_progress, cache_home=launch.cache_home(rank))
     return engine
 
 
@@ -272,6 +292,8 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
     engine = build(launch, rank, generation, ProgressReport(report, time.monotonic))
 
     def on_warm() -> None:
+        gc.collect()
+        gc.freeze()  # model and pools stay to the end: later collections need not walk over them
         heartbeat.announce(rank, launch.server.hang_timeout_s)
         limits = rank_limits(engine.limits, launch.engine.block_size)
         link.send(protocol.Ready(os.getpid(), limits))

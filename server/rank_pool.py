@@ -95,6 +95,10 @@ class RankPool:
                 operation.set_exception(error)
         return len(tickets)
 
+    def running_on(self, rank: int) -> list[bytes]:
+        """Fingerprints of the requests that a rank has not finished."""
+        return [ticket.fingerprint for ticket in self.ranks[rank].tickets.values() if ticket.open_choices] if rank >= 0 else []
+
     @property
     def all_connected(self) -> bool:
         return all(view.limits is not None for view in self.ranks)

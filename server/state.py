@@ -29,6 +29,7 @@ class ProcessRecord:
     start_time: str
     group: int
     rank: int = -1
+    gpu: str = ""
 
     @property
     def label(self) -> str:

@@ -183,7 +183,14 @@ class Supervisor:
         pause_s = self.policy.next_pause_s(time.monotonic()) if self._ever_ready else None
         kind = "hang" if failure.kind == "hang" else "death"
         self.group.tell_front(
-            {"op": "failed", "rank": failure.rank, "kind": kind, "message": failure.message, "restarting": pause_s is not None}
+            {
+                "op": "failed",
+                "rank": failure.rank,
+                "kind": kind,
+                "message": failure.message,
+                "crash": failure.crash,
+                "restarting": pause_s is not None,
+            }
         )
         self._emit("failure", kind=failure.kind, rank=failure.rank, message=failure.message, restarting=pause_s is not None)
         if failure.kind == "hang" and failure.rank >= 0:
@@ -233,6 +240,9 @@ class Supervisor:
         stubborn = self.group.end()
         if stubborn:
             log.warning("killed after SIGTERM had no effect: %s", stubborn)
+        for process in self.group.left_on_gpus:
+            text = f"pid {process.pid} of this server still holds {process.used_bytes / 2**30:.1f} GiB of GPU {process.gpu}"
+            self._emit("warning", message=text, hint="nvidia-smi shows who uses it")
         self._emit("stopped", killed=stubborn)
         return 0
 

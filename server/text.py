@@ -71,7 +71,11 @@ def load_text(launch: Launch) -> Text:
     encoder = load_encoder(directory, launch.server.trust_checkpoint_code)
     # A replaced engine (tests) follows no grammar.
     constrained = grammars_available() and not launch.engine_factory
-    options = RenderOptions(default_thinking=launch.server.default_thinking, constrained=constrained)
+    options = RenderOptions(
+        default_thinking=launch.server.default_thinking,
+        constrained=constrained,
+        lenient_tool_history=launch.server.lenient_tool_history,
+    )
     return Text(tokenizer, encoder, options, control_ids(encoder.dialect, tokenizer), turn_ids(encoder.dialect, tokenizer))
 
 

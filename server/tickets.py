@@ -84,6 +84,7 @@ class Ticket:
     generated_tokens: int = 0
     open_choices: set[int] = field(default_factory=set)
     closed: bool = False
+    fingerprint: bytes = b""
     explanation: asyncio.Future[Reply] | None = None
 
     @property

@@ -44,7 +44,7 @@ class FakeEngine:
     """Emits the scripted answer one token per step. A prompt seen before counts as cached except for its last token.
 
     Script file (JSON, re-read for every request): {"tokens": [ids of the answer, EOS last], "delay_s": per step, "prefill_s": before
-    the first token, "record": path that receives one line of prompt ids per request}.
+    the first token, "crash_on": prompt that kills the rank, "record": path that receives one line of prompt ids per request}.
     """
 
     def __init__(self, script: Path, rank: int) -> None:
@@ -57,7 +57,7 @@ class FakeEngine:
         self._seen: set[tuple[int, ...]] = set()
         self._steps = 0
         self._counts = {"prompt": 0, "cached": 0, "generated": 0, "lookups": 0, "lookup_tokens": 0, "hits": 0}
-        self.intervals: tuple[int | None, int | None] = (None, None)
+        self.prefill_intervals = self._proposed = (70, 1)
 
     def _script(self) -> dict[str, Any]:
         return json.loads(self._path.read_text()) if self._path.exists() else {}
@@ -86,6 +86,8 @@ class FakeEngine:
             self._seen.add(key)
         tokens = [1] if request.request_id == "warm-up" else list(script.get("tokens", [300, 301, 302, 1]))
         delay = 0.0 if request.request_id == "warm-up" else script.get("prefill_s", 0.0)
+        if request.prompt_token_ids == script.get("crash_on"):
+            raise RuntimeError("scripted crash")
         self._running[request.request_id] = _Running(request, tokens, cached, started_s=time.monotonic() + delay)
         self._counts["prompt"] += len(key)
         self._counts["cached"] += cached
@@ -100,6 +102,7 @@ class FakeEngine:
 
     def step(self) -> list[Output]:
         self._steps += 1
+        self.prefill_intervals = self._proposed
         outputs = [Output(name, [], FinishReason.ABORT) for name in self._aborted if self._running.pop(name, None)]
         self._aborted.clear()
         now = time.monotonic()
@@ -139,7 +142,7 @@ class FakeEngine:
         self._seen.clear()
 
     def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None:
-        self.intervals = (attempt, any_)
+        self._proposed = attempt or self.prefill_intervals[0], any_ or self.prefill_intervals[1]
 
     def stats(self) -> dict[str, Any]:
         count = self._counts
