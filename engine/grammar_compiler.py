@@ -5,12 +5,14 @@ The library loads at the first grammar: most processes never see one.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.json_strings import safe_strings
 from engine.request import Grammar, GrammarKind, Request
 from engine.tokenizer import Tokenizer
 
@@ -62,7 +64,7 @@ class GrammarCompiler:
     def _compile(self, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
         match kind:
             case GrammarKind.JSON_SCHEMA:
-                return self._compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+                return self._compiler.compile_json_schema(json.dumps(_parsed(text)), max_whitespace_cnt=MAX_WHITESPACE)
             case GrammarKind.JSON_OBJECT:
                 return self._compiler.compile_json_schema(JSON_OBJECT_SCHEMA, max_whitespace_cnt=MAX_WHITESPACE)
             case GrammarKind.REGEX:
@@ -82,9 +84,17 @@ def check_schema_text(text: str) -> None:
     import xgrammar
 
     try:
-        xgrammar.Grammar.from_json_schema(text)
+        xgrammar.Grammar.from_json_schema(json.dumps(_parsed(text)))
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(_reason(error)) from error
+
+
+def _parsed(text: str) -> Any:
+    """A JSON schema from its text, made safe. Raises ValueError."""
+    try:
+        return safe_strings(json.loads(text))
+    except RecursionError as error:
+        raise ValueError("the schema is nested too deeply") from error
 
 
 def _reason(error: Exception) -> str:

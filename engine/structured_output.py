@@ -7,7 +7,9 @@ that drafts are walked first and committed later.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from engine.request import Grammar, Sequence
 
-SLOWEST_STEP_S = 0.5  # processor time of one mask; ordinary grammars take a thousandth, and every other sequence waits for it
+SLOWEST_STEP_S = 0.5  # processor time of one mask; ordinary grammars take a thousandth
 _BITS = 32  # ids per mask word
 
 
@@ -109,20 +111,6 @@ class Matcher:
             if not self.accept(token_ids[position]):
                 raise GrammarError(f"output token {token_ids[position]} at position {position} is not in the grammar")
 
-    def next_mask(self, token_ids: Ids[int], out: Tensor) -> bool:
-        """`follow` the whole output, then `fill`. Ends a request whose grammar has become too ambiguous to go on.
-
-        Raises:
-            GrammarError: as both, or the step took too long.
-        """
-        started_s = time.thread_time()
-        self.follow(token_ids)
-        needed = self.fill(out)
-        took_s = time.thread_time() - started_s
-        if took_s > SLOWEST_STEP_S:
-            raise GrammarError(f"the grammar took {took_s:.1f} s behind {self.num_tokens} tokens: it is too ambiguous")
-        return needed
-
     def fill_drafts(self, drafts: Ids[int], out: Tensor) -> int:
         """Masks for a verification: row 0 for the next token, row k+1 for the one behind draft k. out: [>= len(drafts) + 1, W] int32.
 
@@ -156,6 +144,20 @@ class Matcher:
         return length + 1 if self._trigger[length] == token_id else 0
 
 
+@contextmanager
+def _limited_time(matcher: Matcher) -> Iterator[None]:
+    """Ends a request whose grammar has become too ambiguous to go on; all other sequences wait while it is worked on.
+
+    Raises:
+        GrammarError: the block took too long.
+    """
+    started_s = time.thread_time()
+    yield
+    took_s = time.thread_time() - started_s
+    if took_s > SLOWEST_STEP_S:
+        raise GrammarError(f"the grammar took {took_s:.1f} s behind {matcher.num_tokens} tokens: it is too ambiguous")
+
+
 def _failure_table(pattern: Ids[int]) -> list[int]:
     """For every prefix of `pattern` the length of its longest proper border (Knuth, Morris, Pratt)."""
     table = [0] * len(pattern)
@@ -187,7 +189,10 @@ def row_masks(rows: list[Sequence], vocab_size: int) -> RowMasks | None:
     errors: dict[int, str] = {}
     for i, seq, matcher in constrained:
         try:
-            if matcher.next_mask(seq.token_ids[seq.prompt_len :], bits[len(masked)]):
+            with _limited_time(matcher):
+                matcher.follow(seq.token_ids[seq.prompt_len :])
+                needed = matcher.fill(bits[len(masked)])
+            if needed:
                 masked.append(i)
         except GrammarError as error:
             errors[i] = str(error)
@@ -206,8 +211,9 @@ def draft_masks(seqs: list[Sequence], drafts: list[list[int]], vocab_size: int) 
         if seq.matcher is not None:
             out = torch.empty(len(ids) + 1, num_words(vocab_size), dtype=torch.int32)
             try:
-                seq.matcher.follow(seq.token_ids[seq.prompt_len :])
-                count = seq.matcher.fill_drafts(ids, out)
+                with _limited_time(seq.matcher):
+                    seq.matcher.follow(seq.token_ids[seq.prompt_len :])
+                    count = seq.matcher.fill_drafts(ids, out)
                 masked.extend(range(begin, begin + count))
                 bits.append(out[:count])
             except GrammarError as error:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from engine.json_strings import safe_strings
 from server.errors import BadRequest
 
 MAX_SCHEMA_BYTES = 256 * 2**10
@@ -55,7 +56,12 @@ def explicit_schema(schema: Any, where: str) -> Any:
         raise _refuse(where, f"is nested deeper than {MAX_DEPTH}") from None
     if size > MAX_SCHEMA_BYTES:
         raise _refuse(where, f"has {size} bytes; at most {MAX_SCHEMA_BYTES} are accepted")
-    return _Walk(where).schema(schema, where, 0)
+    explicit = _Walk(where).schema(schema, where, 0)
+    try:
+        safe_strings(explicit)
+    except ValueError as error:
+        raise _refuse(where, f"cannot be enforced: {error}") from error
+    return explicit
 
 
 @dataclass(slots=True)
