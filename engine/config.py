@@ -42,6 +42,7 @@ class EngineConfig:
     device: str = knob("auto", "Where the model runs.", choices=("auto", "cpu", "cuda"), aliases=("DEEPINFER_ACCELERATOR",))
     precision: str = knob("auto", "Arithmetic profile; auto is F on CPU and B on GPUs.", choices=("auto", *Precision), common=True)
     ops: str = knob("auto", "Kernel choice: auto, or op:backend pairs, comma separated.", common=True)
+    build_dir: str = knob("", "Where native model code for CPUs is built; empty is the user's cache directory.")
     seed: int = knob(0, "Seed of dummy weights and of requests without a seed of their own.")
     num_threads: int | str = knob("auto", "CPU threads of the model; auto is cores / ranks, at least 1.", ge=1)
 
@@ -106,7 +107,7 @@ class EngineConfig:
         aliases=("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE",),
     )
     batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
-    enforce_eager: bool = knob(False, "Never capture graphs or compile.", aliases=("DEEPINFER_ENFORCE_EAGER",))
+    enforce_eager: bool = knob(False, "Never capture graphs or run compiled steps.", aliases=("DEEPINFER_ENFORCE_EAGER",))
 
     dp: int = knob(1, "Data-parallel ranks, one process each.", unit="ranks", ge=1, common=True)
     ep: int = knob(1, "Ranks that share the experts.", unit="ranks", ge=1, common=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from engine.models.deepseek_v41 import DeepseekV41
 from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
 from engine.models.engram_tables import token_map, tokenizer_size
 from engine.models.inputs import InputBuilder, Truncation
+from engine.models.native_model import NativeModel
+from engine.models.native_weights import NativeWeights, Tables, unsupported
 from engine.models.numerics import Numerics
 from engine.models.probe import Probe
+from engine.native_start import NativeStart
 from engine.ops.registry import select
 from engine.ops.rope import plain_frequencies, yarn_frequencies
 
@@ -80,12 +84,24 @@ class ModelRunner:
         self._plain, scaled = _frequencies(model, device)
         self._inputs = InputBuilder(model.text, self.kv, mapping, self._plain, scaled)
 
+        def bind(library: ctypes.CDLL) -> NativeModel:
+            draft_model = self._draft if self._drafting else None
+            weights = NativeWeights(library, self._backbone, draft_model, self.kv, numerics, Tables(self._plain, scaled, mapping))
+            return NativeModel(library, weights, model.text, self.kv.block_size)
+
+        reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
+        self.native = NativeStart(config.build_dir, bind, reason)
+
     @torch.inference_mode()
     def run(self, batch: Batch, probe: Probe | None = None) -> Tensor:
         """Run one step. Returns [R, V] fp32 logits of the requested rows, in slice order.
 
-        PREFILL obeys the truncation mode; DECODE and VERIFY read the rings as they are. `probe` observes intermediate results.
+        PREFILL obeys the truncation mode; DECODE and VERIFY read the rings as they are. `probe` observes intermediate results, which
+        only the eager path can show.
         """
+        native = self.native.model
+        if native is not None and probe is None:
+            return native.step(batch, self._truncation)
         inputs = self._inputs.build(batch, self._truncation)
         output = self._backbone(inputs, self.kv, want_taps=self._drafting, probe=probe)
         if self._drafting and output.taps is not None:
@@ -100,6 +116,12 @@ class ModelRunner:
         """Draft a block of tokens for each slice, greedily unless `choose` picks them. Needs a runner made with `draft=True`."""
         assert self._drafting, "this runner was made without draft=True, or the model has no draft stages"
         assert self._draft is not None
+        native = self.native.model
+        if native is not None:
+            states, logits = native.draft(slices)
+            if choose is None:
+                return DraftOutput(*native.propose(slices, states, logits), logits.unflatten(0, (len(slices), -1)))
+            return self._draft.propose(states, torch.tensor([s.token_id for s in slices]), logits, choose)
         return self._draft(slices, self._backbone, self.kv, self._plain, choose)
 
 

@@ -98,7 +98,9 @@ class DraftModel:
         pre = first_mix(len(h), self.text.hc_mult, device)
         for number, stage in enumerate(self.stages):
             h, pre = self._run_stage(stage, h, pre, rot, cache.rings[self.text.num_hidden_layers + number], seen)
-        return self._propose(collapse(h, pre), ids[:, 0], backbone, choose or _most_likely)
+        x = collapse(h, pre)
+        base = backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps))
+        return self.propose(x, ids[:, 0], base, choose or _most_likely)
 
     def _window(self, slices: list[DraftSlice], position: Tensor, cache: KVCache) -> Selection:
         """The same window of main keys for all queries of a block: the last W positions up to `position`."""
@@ -116,19 +118,19 @@ class DraftModel:
         y = stage.attention.attend(latent, rot, rot.conj_physical(), [(ring, seen[0]), (key, seen[1])])
         return stage.feed_forward(expand(y, h, post, comb), next_pre, -1)
 
-    def _propose(self, x: Tensor, first: Tensor, backbone: DeepseekV41, choose: Choose) -> DraftOutput:
-        """Walk through the block: each proposal shifts the logits of the next position. x: [B*N, C], first: [B]."""
+    def propose(self, x: Tensor, first: Tensor, logits: Tensor, choose: Choose) -> DraftOutput:
+        """Walk through the block: each proposal shifts the logits of the next position. x: [B*N, C], first: [B], logits: [B*N, V]."""
         size = self.text.dspark_block_size
-        base = backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps)).unflatten(0, (-1, size))
+        base = logits.unflatten(0, (-1, size))
         states = x.unflatten(0, (-1, size)).float()
-        previous, ids, logits, confidence = first, [], [], []
+        previous, ids, shifted, confidence = first, [], [], []
         for i in range(size):
             markov = self.markov_embed[previous].float()
-            logits.append(base[:, i] + linear(markov, self.markov_head))
+            shifted.append(base[:, i] + linear(markov, self.markov_head))
             confidence.append(linear(torch.cat((states[:, i], markov), 1), self.confidence)[:, 0])
-            previous = choose(i, logits[-1])
+            previous = choose(i, shifted[-1])
             ids.append(previous)
-        return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(logits, 1))
+        return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(shifted, 1))
 
 
 def _most_likely(place: int, logits: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ def golden_runner(precision, checkpoint="tiny-a-bf16", block_size=16, draft=Fals
         num_draft_tokens=4,
         **changes,
     )
-    return ModelRunner(config, draft=draft)
+    runner = ModelRunner(config, draft=draft)
+    runner.native.wait()
+    return runner
 
 
 class Seq:

@@ -1,0 +1,86 @@
+// The draft stages: a block of noise tokens behind the last known one, seen by all of its rows, over the windows of main keys.
+#include <algorithm>
+
+#include "cpu_step.h"
+
+namespace dix {
+namespace {
+
+// ints: per sequence token, position, slot, first valid position. states: [count * N, C]; logits: [count * N, V].
+void draft_block(const Model& m, Workspace& w, const int32_t* ints, int count, float* states, float* logits) {
+    const Draft& draft = *m.draft;
+    const int size = draft.block_size;
+    std::vector<int32_t> ids;
+    w.slices.clear();
+    for (int i = 0; i < count; ++i) {
+        const int32_t *own = ints + 4 * i, position = own[1];
+        Slice s = {};
+        s.start = position + 1;
+        s.end = position + 1 + size;
+        s.rows = size;
+        s.slot = own[2];
+        s.floor = own[3];
+        w.slices.push_back(s);
+        ids.push_back(own[0]);
+        ids.insert(ids.end(), size - 1, draft.noise_id);
+    }
+    Rows rows(m, w);
+    rows.place();
+    rows.embed(ids.data());
+    for (int number = 0; number < m.num_stages; ++number) {
+        const Layer& stage = m.stages[number];
+        rows.begin_attention(stage);
+        rows.finish_attention(stage, m.window + size, [&](int row, const float** keys) {
+            const Slice& s = w.slices[row / size];
+            int found = 0;
+            // All rows of a block see the same window, the one of the last known position.
+            for (int p = std::max(s.floor, s.start - m.window); p < s.start; ++p) {
+                keys[found++] = stage.ring + (int64_t(s.slot) * m.ring_rows + p % m.ring_rows) * m.head_dim;
+            }
+            for (int r = s.row; r < s.row + size; ++r) keys[found++] = w.key.get(0) + int64_t(r) * m.head_dim;
+            return found;
+        });
+        rows.feed_forward(stage);
+    }
+    float* x = w.hidden.get(size_t(rows.count()) * m.hidden);
+    for (int r = 0; r < rows.count(); ++r) {
+        float* state = states + int64_t(r) * m.hidden;
+        collapse(w.h.get(0) + int64_t(r) * kStreams * m.hidden, w.pre.get(0) + r * kStreams, m.hidden, state);
+        rms_norm(state, draft.norm, m.rms_eps, m.hidden, x + int64_t(r) * m.hidden);
+    }
+    linear(m.head, x, m.hidden, logits, m.vocab, rows.count());
+}
+
+// Walk through the block: each choice shifts the logits of the next place. first: [count] ids before the block.
+void propose(const Model& m, const float* states, const int32_t* first, int count, float* logits, int64_t* ids, float* confidence) {
+    const Draft& draft = *m.draft;
+    const int rank = draft.markov_rank;
+    std::vector<float> bias(size_t(count) * m.vocab), markov(size_t(count) * rank);
+    for (int place = 0; place < draft.block_size; ++place) {
+        for (int i = 0; i < count; ++i) {
+            const int64_t row = int64_t(i) * draft.block_size + place, previous = place ? ids[row - 1] : first[i];
+            float* own = markov.data() + int64_t(i) * rank;
+            std::memcpy(own, draft.markov_embed + previous * rank, rank * sizeof(float));
+            confidence[row] = dot(states + row * m.hidden, draft.confidence, m.hidden) + dot(own, draft.confidence + m.hidden, rank);
+        }
+        linear(draft.markov_head, markov.data(), rank, bias.data(), m.vocab, count);
+        for (int i = 0; i < count; ++i) {
+            const int64_t row = int64_t(i) * draft.block_size + place;
+            float* out = logits + row * m.vocab;
+            for (int v = 0; v < m.vocab; ++v) out[v] += bias[int64_t(i) * m.vocab + v];
+            ids[row] = std::max_element(out, out + m.vocab) - out;
+        }
+    }
+}
+
+}  // namespace
+}  // namespace dix
+
+extern "C" void dix_draft(const dix::Model* model, void* work, const int32_t* ints, int count, float* states, float* logits) {
+    dix::draft_block(*model, *static_cast<dix::Workspace*>(work), ints, count, states, logits);
+}
+
+extern "C" void dix_propose(const dix::Model* model, const float* states, const int32_t* first, int count, float* logits, int64_t* ids,
+                            float* confidence) {
+    dix::propose(*model, states, first, count, logits, ids, confidence);
+}

@@ -1,0 +1,84 @@
+// The operations of a forward step. Rows are contiguous fp32 unless a stride is given; every row is computed on its own.
+#pragma once
+
+#include <vector>
+
+#include "cpu_model.h"
+#include "cpu_vector.h"
+
+namespace dix {
+
+constexpr int kStreams = 4;                              // residual streams; the engine falls back to eager for other numbers
+constexpr int kMixes = (2 + kStreams) * kStreams;        // read weights, write weights, stream matrix
+constexpr int kLanes = 8;                                // heads that share a vector
+
+// Memory that only grows. Contents are unspecified after `get`.
+template <class T>
+class Buffer {
+   public:
+    T* get(size_t count) {
+        if (data_.size() < count) data_.resize(count + count / 4);
+        return data_.data();
+    }
+
+   private:
+    std::vector<T> data_;
+};
+
+// y[r] = w x[r] for `count` rows at distances ldx and ldy.
+void linear(const Matrix& w, const float* x, int64_t ldx, float* y, int64_t ldy, int count);
+// The same for matrix number `index` of a stack.
+void linear(const Matrix& first, int index, const float* x, int64_t ldx, float* y, int64_t ldy, int count);
+
+// y = x / rms(x) * weight. n is a multiple of 16; y may be x.
+void rms_norm(const float* x, const float* weight, float eps, int n, float* y);
+
+// Cosines, then sines, of position * frequency. table: 2 * half floats.
+void rotation(int64_t position, const float* frequencies, int half, float* table);
+// Rotate pairs (2i, 2i+1) of x[0 .. 2*half); direction -1 undoes it.
+void rotate(float* x, const float* table, int half, float direction);
+// The same for kLanes vectors side by side: x[i * kLanes + lane].
+void rotate_lanes(float* x, const float* table, int half);
+
+// Round trips through the storage formats, in place. n is a multiple of 32.
+void q8(float* x, int n);
+void q4_index(float* x, int n);
+void q4_kv(float* x, int n);
+// q4_index of kLanes vectors of n values side by side.
+void q4_index_lanes(float* x, int n);
+
+// Read weights, write weights and stream matrix of each row. h: [count, 4*C]; pre, post: [count, 4]; comb: [count, 16].
+void mixes(const Mix& mix, const Model& model, const float* h, int count, float* scratch, float* pre, float* post, float* comb);
+// x = rms_norm(sum of streams weighted by pre).
+void read_streams(const float* h, const float* pre, const float* norm, float eps, int hidden, int count, float* x);
+// sum of streams weighted by pre.
+void collapse(const float* h, const float* pre, int hidden, float* x);
+// h[k] = post[k] * y + sum over j of comb[j, k] * h[j], for each row.
+void write_streams(float* h, const float* y, const float* post, const float* comb, int hidden, int count);
+
+// Repeat the last of `count` > 0 keys up to a multiple of kLanes, so that the last group needs no case of its own.
+void pad_keys(const float** keys, int count);
+
+// Attention of one row. q: [groups of heads, D, kLanes]; keys: `count` rows of D, room for kLanes more pointers behind them;
+// scratch: (count + kLanes) * kLanes floats; out: [H, D].
+void attend(const float* q, const float** keys, int count, const float* sink, int heads, int head_dim, float* scratch, float* out);
+
+// Relevance of each key to one row. q: [groups of heads, Di, kLanes], weights: [heads]. The list of keys is readable up to a multiple of
+// kLanes; what lies behind `count` has no influence.
+void index_scores(const float* q, const float* weights, const float* const* keys, int count, int heads, int dim, float* scores);
+// The best `limit` of scores[0..count) that are not -inf, ascending; ties go to the lower index. Returns how many.
+int select_top(const float* scores, int count, int limit, uint64_t* scratch, int32_t* picked);
+
+struct ExpertScratch {
+    Buffer<float> logits, weights, gathered, both, act, out;
+    Buffer<int32_t> ids, order;
+};
+
+// Routed and shared experts of all rows. x, y: [count, C].
+void experts(const Experts& e, const Model& model, const float* x, int count, ExpertScratch& scratch, float* y);
+
+// Adds looked-up values to the streams of one row. grams: compressed ids, newest first; values, kv: scratch of columns * dim and 5*C floats.
+void engram_lookup(const Engram& e, const Model& model, const int32_t* grams, float* values);
+void engram_gate(const Engram& e, const Model& model, const float* kv, float* h);
+
+}  // namespace dix

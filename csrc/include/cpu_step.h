@@ -1,0 +1,98 @@
+// One forward step: what it works on, and the parts that the backbone and the draft stages share.
+#pragma once
+
+#include <vector>
+
+#include "cpu_ops.h"
+
+namespace dix {
+
+enum LogitRows { kNone = 0, kLast = 1, kAll = 2 };
+
+// One sequence's part of a step. rect: first position whose window keys decoder layers see; floor: the same for all layers.
+// ids: `ngrams - 1` earlier token ids (-1 before the sequence), then the step's own. row, rows: its place among the step's rows.
+struct Slice {
+    int start, end, slot, floor, rect, logits;
+    const int32_t *blocks, *ids;
+    int row, rows;
+
+    int first() const { return end - rows; }
+};
+
+// Entries that a row attends to. restricted: only blocks marked in `allowed` are candidates of later indexers.
+struct Picks {
+    Buffer<const float*> keys;
+    Buffer<int32_t> counts;
+    Buffer<uint8_t> allowed, restricted;
+    int stride = 0, blocks = 0;
+    bool any = false;
+};
+
+// Scratch memory of a model, kept from step to step.
+struct Workspace {
+    Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, weights, scores, index_q, index_w, blocks;
+    Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden;
+    Buffer<const float*> keys;
+    Buffer<int32_t> positions, owner, picked;
+    Buffer<uint64_t> order;
+    ExpertScratch experts;
+    Picks picks;
+    std::vector<Slice> slices;
+};
+
+// Rows of one step and the operations on all of them.
+class Rows {
+   public:
+    Rows(const Model& model, Workspace& work) : m_(model), w_(work) {}
+
+    // Place the rows of w.slices one after the other and tabulate their rotations.
+    void place();
+    int count() const { return count_; }
+
+    // Streams start as four copies of the embedding, read through the first.
+    void embed(const int32_t* ids);
+    // First half of a sublayer's attention: mixes, input, query latent and window key.
+    void begin_attention(const Layer& layer);
+    void read_input(const Layer& layer, const float* pre);
+    void project(const Layer& layer);
+    // Second half: queries, attention over the keys that `fill(row, keys)` lists, output, streams.
+    template <class Fill>
+    void finish_attention(const Layer& layer, int most_keys, Fill fill);
+    void feed_forward(const Layer& layer);
+    void window_key(const float* raw, const Attention& attention, const float* table, float* key) const;
+
+   protected:
+    const float* table(const Layer& layer, int row) const {
+        return (layer.ratio ? w_.scaled : w_.plain).get(size_t(count_) * m_.rope_dim) + int64_t(row) * m_.rope_dim;
+    }
+
+    const Model& m_;
+    Workspace& w_;
+    int count_ = 0;
+};
+
+template <class Fill>
+void Rows::finish_attention(const Layer& layer, int most_keys, Fill fill) {
+    const Attention& a = layer.attention;
+    const int half = m_.rope_dim / 2, tail = m_.head_dim - m_.rope_dim;
+    const int64_t lanes = a.wq_b.rows, width = int64_t(m_.heads) * m_.head_dim, rank = int64_t(m_.groups) * m_.group_rank;
+    float* q = w_.q.get(count_ * lanes);
+    float* o = w_.o.get(count_ * width);
+    float* t = w_.t.get(count_ * rank);
+    float* y = w_.y.get(size_t(count_) * m_.hidden);
+    const float** keys = w_.keys.get(most_keys + kLanes);
+    float* weights = w_.weights.get(size_t(most_keys + kLanes) * kLanes);
+    linear(a.wq_b, w_.latent.get(0), m_.q_rank, q, lanes, count_);
+    for (int r = 0; r < count_; ++r) {
+        float* query = q + r * lanes;
+        for (int64_t lane = 0; lane < lanes; lane += kLanes * m_.head_dim) rotate_lanes(query + lane + tail * kLanes, table(layer, r), half);
+        attend(query, keys, fill(r, keys), a.sink, m_.heads, m_.head_dim, weights, o + r * width);
+        for (int head = 0; head < m_.heads; ++head) rotate(o + r * width + head * m_.head_dim + tail, table(layer, r), half, -1.0f);
+    }
+    const int64_t part = width / m_.groups;
+    for (int g = 0; g < m_.groups; ++g) linear(a.wo_a, g, o + g * part, width, t + g * m_.group_rank, rank, count_);
+    linear(a.wo_b, t, rank, y, m_.hidden, count_);
+    write_streams(w_.h.get(0), y, w_.post.get(0), w_.comb.get(0), m_.hidden, count_);
+}
+
+}  // namespace dix

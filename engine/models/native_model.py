@@ -1,0 +1,91 @@
+"""The model's step in native code: turns a `Batch` into one call."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
+from engine.config import TruncationMode
+from engine.models.config import TextConfig
+from engine.models.draft import DraftSlice
+from engine.models.inputs import Truncation
+from engine.models.native_weights import NativeWeights
+
+_ROWS = {LogitRows.NONE: 0, LogitRows.LAST: 1, LogitRows.ALL: 2}
+
+
+class NativeModel:
+    """Runs steps over the cache that the weights were bound to. One thread at a time."""
+
+    def __init__(self, library: ctypes.CDLL, weights: NativeWeights, text: TextConfig, block_size: int) -> None:
+        self._library, self._weights, self._text = library, weights, text
+        self._block_size, self._back = block_size, text.ngram_history
+        self._model = ctypes.pointer(weights.model)
+        self._work = library.dix_open()
+
+    def __del__(self) -> None:
+        self._library.dix_close(self._work)
+
+    def step(self, batch: Batch, truncation: Truncation) -> Tensor:
+        """[R, V] fp32 logits of the requested rows."""
+        ints = [len(batch.slices), 0]
+        wanted = 0
+        cut = batch.kind is StepKind.PREFILL and truncation.mode is not TruncationMode.OFF
+        for s in batch.slices:
+            rect = max(0, s.total_len - truncation.keep) if cut else 0
+            if rect and truncation.mode is TruncationMode.COMPACT:
+                ints[1] = 1
+                self._check_kept(s, rect)
+            wanted += _count_rows(s)
+            self._append(ints, s, rect)
+        logits = torch.empty(wanted, self._text.vocab_size)
+        packed = array("i", ints)
+        self._library.dix_step(self._model, self._work, packed.buffer_info()[0], logits.data_ptr())
+        return logits
+
+    def _append(self, ints: list[int], s: SequenceSlice, rect: int) -> None:
+        length, known, back = len(s.token_ids), len(s.history), self._back
+        end, size = s.start + length, self._block_size
+        assert len(s.block_table) * size >= end, f"{len(s.block_table)} blocks cannot hold {end} tokens"
+        assert 0 not in s.block_table[s.start // size : -(-end // size)], "a block table names the reserved block 0"
+        assert known >= min(back, s.start), f"history has {known} ids, position {s.start} needs {min(back, s.start)}"
+        ints += (s.start, length, s.state_slot, s.swa_valid_start, rect, _ROWS[s.logit_rows], len(s.block_table))
+        ints += s.block_table
+        if known < back:
+            ints += [-1] * (back - known)
+            ints += s.history
+        elif back:
+            ints += s.history[known - back :]
+        ints += s.token_ids
+
+    def _check_kept(self, s: SequenceSlice, rect: int) -> None:
+        first = {LogitRows.NONE: s.end, LogitRows.LAST: s.end - 1, LogitRows.ALL: s.start}[s.logit_rows]
+        assert first >= min(rect, s.end), "logits wanted of a row that decoder truncation drops"
+
+    def draft(self, slices: list[DraftSlice]) -> tuple[Tensor, Tensor]:
+        """The drafted block before its tokens are chosen: states [B*N, C] and logits [B*N, V], both fp32."""
+        rows = len(slices) * self._text.dspark_block_size
+        states, logits = torch.empty(rows, self._text.hidden_size), torch.empty(rows, self._text.vocab_size)
+        ints = array("i", [value for s in slices for value in (s.token_id, s.position, s.state_slot, max(0, s.valid_start))])
+        self._library.dix_draft(self._model, self._work, ints.buffer_info()[0], len(slices), states.data_ptr(), logits.data_ptr())
+        return states, logits
+
+    def propose(self, slices: list[DraftSlice], states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy choices [B, N] int64 and confidences [B, N] fp32; each choice shifts the next place's logits, in place."""
+        shape = (len(slices), self._text.dspark_block_size)
+        ids, confidence = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        first = array("i", [s.token_id for s in slices])
+        self._library.dix_propose(
+            self._model, states.data_ptr(), first.buffer_info()[0], len(slices), logits.data_ptr(), ids.data_ptr(), confidence.data_ptr()
+        )
+        return ids, confidence
+
+
+def _count_rows(s: SequenceSlice) -> int:
+    if s.logit_rows is LogitRows.LAST:
+        return 1
+    return len(s.token_ids) if s.logit_rows is LogitRows.ALL else 0
