@@ -260,7 +260,7 @@ def _timelines(references: list[_Reference], runner: ModelRunner) -> Iterator[_T
 def _prefill(group: list[_Timeline], chunk_size: int, runner: ModelRunner) -> None:
     while pending := [t for t in group if t.computed < len(t.reference.token_ids)]:
         slices = [t.slice(min(t.computed + (chunk_size or len(t.token_ids)), len(t.reference.token_ids))) for t in pending]
-        logits = runner.run(Batch(StepKind.PREFILL, slices)).split([len(s.token_ids) for s in slices])
+        logits = runner.run(Batch(StepKind.PREFILL, slices)).cpu().split([len(s.token_ids) for s in slices])
         for timeline, rows in zip(pending, logits, strict=True):
             timeline.prompt_logits.append(rows)
 
@@ -271,7 +271,7 @@ def _continue(group: list[_Timeline], runner: ModelRunner) -> None:
         timeline.gen_logits.append(timeline.prompt_logits[-1][-1:])
     for step in range(1, max(len(t.reference.gen_tokens) for t in group)):
         pending = [t for t in group if step < len(t.reference.gen_tokens)]
-        logits = runner.run(Batch(StepKind.DECODE, [t.slice(t.computed + 1) for t in pending]))
+        logits = runner.run(Batch(StepKind.DECODE, [t.slice(t.computed + 1) for t in pending])).cpu()
         for timeline, row in zip(pending, logits.split(1), strict=True):
             timeline.gen_logits.append(row)
 
