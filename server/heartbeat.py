@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 SLOT_BYTES = 64
-_LOOP, _PROCESS, _LIMIT, _COUNT = 0, 8, 16, 24
+_WORDS = SLOT_BYTES // 8  # a slot is eight words of 8 bytes; the first four are used
+_LOOP, _PROCESS, _LIMIT, _COUNT = range(4)
 PROCESS_DEAD_S = 10.0
 
 
@@ -39,40 +39,47 @@ class Beat:
 
 
 class HeartbeatFile:
-    """The mapped file. The supervisor creates it; ranks and front open it."""
+    """The mapped file. The supervisor creates it; ranks and front open it.
+
+    Every word is written in one piece: a writer that cleared it first would show a reader a stamp of 0, which is a hang since boot.
+    """
 
     def __init__(self, path: Path, *, ranks: int = 0) -> None:
         if ranks:
             path.write_bytes(bytes(SLOT_BYTES * ranks))
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._map = mmap.mmap(descriptor, 0)
+            mapped = memoryview(mmap.mmap(descriptor, 0))
         finally:
             os.close(descriptor)
+        self._stamps = mapped.cast("d")
+        self._counts = mapped.cast("Q")
 
     def reset(self, rank: int, limit_s: float) -> None:
         """Start a slot afresh, before its rank is forked: full ages from now on."""
-        now = time.monotonic()
-        struct.pack_into("dddQ", self._map, rank * SLOT_BYTES, now, now, limit_s, 0)
+        base, now = rank * _WORDS, time.monotonic()
+        self._stamps[base + _LIMIT] = limit_s
+        self._stamps[base + _LOOP] = self._stamps[base + _PROCESS] = now
+        self._counts[base + _COUNT] = 0
 
     def tick_loop(self, rank: int) -> None:
-        base = rank * SLOT_BYTES
-        (count,) = struct.unpack_from("Q", self._map, base + _COUNT)
-        struct.pack_into("Q", self._map, base + _COUNT, count + 1)
-        struct.pack_into("d", self._map, base + _LOOP, time.monotonic())
+        self._counts[rank * _WORDS + _COUNT] += 1
+        self._stamps[rank * _WORDS + _LOOP] = time.monotonic()
 
     def tick_process(self, rank: int) -> None:
-        struct.pack_into("d", self._map, rank * SLOT_BYTES + _PROCESS, time.monotonic())
+        self._stamps[rank * _WORDS + _PROCESS] = time.monotonic()
 
     def announce(self, rank: int, limit_s: float) -> None:
         """A phase begins whose loop may be silent for `limit_s`."""
         self.tick_loop(rank)
-        struct.pack_into("d", self._map, rank * SLOT_BYTES + _LIMIT, limit_s)
+        self._stamps[rank * _WORDS + _LIMIT] = limit_s
 
     def read(self, rank: int) -> Beat:
-        loop, process, limit, count = struct.unpack_from("dddQ", self._map, rank * SLOT_BYTES)
+        base = rank * _WORDS
+        loop, process, limit = self._stamps[base : base + 3].tolist()
         now = time.monotonic()
-        return Beat(loop_age_s=max(0.0, now - loop), process_age_s=max(0.0, now - process), limit_s=limit, count=count)
+        ages = max(0.0, now - loop), max(0.0, now - process)
+        return Beat(loop_age_s=ages[0], process_age_s=ages[1], limit_s=limit, count=self._counts[base + _COUNT])
 
 
 def start_process_thread(file: HeartbeatFile, rank: int, interval_s: float = 1.0) -> None:
