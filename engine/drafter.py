@@ -68,6 +68,10 @@ class Drafter:
         lengths = self.policy.lengths(rates, rooms, budget)
         return [ids[:length] for ids, length in zip(drafts, lengths, strict=True)]
 
+    def observe(self, seqs: list[Sequence], drafts: list[list[int]], kept: list[list[int]]) -> None:
+        """What became of the drafts: `kept` holds the tokens that a verification emitted for each sequence."""
+        self.policy.observe([seq.draft_rates for seq in seqs], [len(ids) for ids in drafts], [len(tokens) - 1 for tokens in kept])
+
     def _useful(self, seq: Sequence, drafts: list[int]) -> int:
         """Drafts up to the first that would end the sequence: what follows it is never kept."""
         params = seq.request.params

@@ -20,9 +20,12 @@ from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
+from engine.spec_costs import StepWatch, measure
+from engine.spec_lengths import FixedLength, ThroughputLength
 from engine.structured_output import Matcher
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
+from hicache.segment import CacheHome
 
 GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar that is being compiled
 
@@ -51,8 +54,10 @@ class Engine:
         runner: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[str, float], None] | None = None,
+        cache_home: CacheHome | None = None,
     ) -> None:
-        """Load the model unless a runner is given, build the prefix cache unless it is off.
+        """Load the model unless a runner is given, build the prefix cache unless it is off. cache_home: where the cache's memory may
+        outlive this process.
 
         Raises:
             ConfigError, CheckpointError, NotEnoughMemory: with the remedy in the message.
@@ -64,13 +69,14 @@ class Engine:
         self.clock = clock
         self.runner = _load_runner(config, on_progress) if runner is None else runner
         self.limits = self.runner.limits
-        self.cache: PrefixCacheLike = _build_cache(hicache, self.runner, config.dp) or NoPrefixCache()
+        self.cache: PrefixCacheLike = _build_cache(hicache, self.runner, config.dp, cache_home) or NoPrefixCache()
         self.idle = False
         self._steps = 0
         self._next_seq_id = 0
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
         gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
         limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size)
+        self._watch = StepWatch(self.limits.device)
         self.drafter = _drafter(config, self.runner, limits.eos_token_ids)
         self.scheduler = Scheduler(limits, gate, self.cache, clock, self.drafter)
         self.sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
@@ -181,15 +187,27 @@ class Engine:
         # beyond the vote; with shared experts it would have to join their exchanges with a placeholder row.
         if not step.seqs:
             return outputs
-        logits = self.runner.run(step.batch)
-        outputs.extend(self.scheduler.commit(step, self._sample(logits, step)))
+        sampled = self._compute(step) if self.drafter is None or step.kind is StepKind.PREFILL else self._speculate(step, self.drafter)
+        outputs.extend(self.scheduler.commit(step, sampled))
         return outputs
 
-    def _sample(self, logits: Any, step: Step) -> Sampled:
-        if step.kind is StepKind.VERIFY:
-            assert self.drafter is not None, "a verify step without a drafter"
-            return self.sampler.verify(logits, step.rows, step.drafts, self.drafter.proposals)
+    def _compute(self, step: Step) -> Sampled:
+        logits = self.runner.run(step.batch)
         return self.sampler(logits, step.rows) if step.rows else Sampled([])
+
+    def _speculate(self, step: Step, drafter: Drafter) -> Sampled:
+        """A decode or verify step whose duration and acceptance decide about later drafts."""
+        watch = self._watch
+        watch.start()
+        logits = self.runner.run(step.batch)
+        watch.forward_enqueued()
+        if step.kind is StepKind.DECODE:
+            sampled = self.sampler(logits, step.rows)
+        else:
+            sampled = self.sampler.verify(logits, step.rows, step.drafts, drafter.proposals)
+            drafter.observe(step.rows, step.drafts, sampled.token_ids)
+        drafter.policy.observe_cost(len(logits), len(step.rows), *watch.stop())
+        return sampled
 
     # ---- control
 
@@ -204,6 +222,11 @@ class Engine:
             ConfigError: an interval below 1.
         """
         self.scheduler.gate.propose(attempt, any_)
+
+    @property
+    def prefill_intervals(self) -> tuple[int, int]:
+        """(attempt, any): the intervals in force, in decode steps."""
+        return self.scheduler.gate.attempt_interval, self.scheduler.gate.any_interval
 
     def stats(self) -> dict[str, Any]:
         """This rank's figures: see `engine/metrics.py`. Numbers only."""
@@ -247,15 +270,16 @@ def _drafter(config: EngineConfig, runner: Any, end_token_ids: frozenset[int]) -
     num_drafts = min(config.num_draft_tokens, runner.limits.draft_block_size) if config.spec else 0
     if num_drafts == 0:
         return None
-    return Drafter(runner, num_drafts, end_token_ids, temperatures=config.confidence_temperatures(num_drafts))
+    policy = ThroughputLength(measure(runner, num_drafts), num_drafts) if config.enable_mtp_varlen else FixedLength()
+    return Drafter(runner, num_drafts, end_token_ids, policy, config.confidence_temperatures(num_drafts))
 
 
-def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int) -> PrefixCacheLike | None:
+def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int, home: CacheHome | None) -> PrefixCacheLike | None:
     if not hicache.enabled:
         return None
     from engine.prefix_cache import build_prefix_cache
 
-    return build_prefix_cache(hicache, runner.kv, runner.limits, ranks)
+    return build_prefix_cache(hicache, runner.kv, runner.limits, ranks, home)
 
 
 def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int) -> SchedulerLimits:

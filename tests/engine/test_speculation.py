@@ -115,7 +115,7 @@ def test_drafts_never_pass_the_length_limits():
 # ---- coupled: sampled requests with a seed
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), noise=st.sampled_from([0.0, 1.0, 4.0]), num_blocks=st.sampled_from([18, 24, 64]))
 def test_coupled_output_equals_plain_output_under_random_batching_and_preemption(seed, noise, num_blocks):
     rng = random.Random(seed)
@@ -138,7 +138,7 @@ def test_coupled_output_equals_plain_output_on_a_thousand_requests():
 
 
 def test_preemption_is_forced_in_the_small_pool():
-    requests = random_requests(random.Random(1), 40, max_tokens=30, ignore_eos=True, min_tokens=0, stop_token_ids=())
+    requests = random_requests(random.Random(1), 12, max_tokens=30, ignore_eos=True, min_tokens=0, stop_token_ids=())
     engine = make_engine(2.0, limits=replace(LIMITS, num_blocks=18))
     run(engine, requests)
     assert engine.stats()["preemptions_total"] > 0

@@ -31,6 +31,7 @@ class Oracle:
 
     max_drafts = 4
     proposals = NO_PROPOSALS
+    policy = FixedLength()
 
     def __init__(self, texts: list[list[int]], seed: int, wrong: float) -> None:
         self.texts, self.rng, self.wrong = texts, random.Random(seed), wrong
@@ -42,6 +43,9 @@ class Oracle:
             ids = known[len(seq.token_ids) : len(seq.token_ids) + self.rng.randint(0, room)]
             drafts.append([3 + token % 9 if self.rng.random() < self.wrong else token for token in ids])
         return drafts
+
+    def observe(self, seqs, drafts, kept):
+        assert all(len(tokens) <= len(ids) + 1 for ids, tokens in zip(drafts, kept, strict=True))
 
 
 class DraftOnly(FixedLength):

@@ -1,0 +1,189 @@
+"""What a decode or verify step costs: a curve measured at start-up, corrected by the steps that are really taken."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
+from engine.models.draft import DraftSlice
+
+Floats = NDArray[np.float64]
+
+RESIDUALS = 5000  # steps that the context slope remembers
+LEAST_RESIDUALS = 10  # of one bucket, before it has a say
+SAMPLER_TIMES = 9
+LEAST_SAMPLER_TIMES = 5
+REPEATS = 5  # timed runs of one point, of which the fastest and the slowest are dropped
+MEASURE_S = 1.0  # start-up time for a curve; points that do not fit are extrapolated
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by size, ascending. Between points it is a line; before the first and behind the last their slope goes on."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, sizes: Floats | NDArray[np.int64]) -> Floats:
+        inside: Floats = np.interp(sizes, self.sizes, self.seconds)
+        if len(self.sizes) < 2:
+            return inside
+        slope = max(0.0, (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
+        return inside + slope * np.maximum(0, np.asarray(sizes) - self.sizes[-1])
+
+    @staticmethod
+    def of(points: list[tuple[int, float]]) -> Curve:
+        """Points in ascending order. More work is never modelled as faster: noise on a busy machine would make lengths jump."""
+        seconds = np.maximum.accumulate([second for _, second in points])
+        return Curve(tuple(size for size, _ in points), tuple(seconds.tolist()))
+
+
+class CostModel:
+    """time(rows) = curve + slope * rows + sampler. The slope stands for contexts longer than those of the measurement."""
+
+    def __init__(self, steps: Curve, drafts: Curve) -> None:
+        """steps: by rows of a verify step. drafts: by sequences."""
+        self._steps, self._drafts = steps, drafts
+        self._residuals: deque[tuple[int, float]] = deque(maxlen=RESIDUALS)
+        self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_TIMES))
+        self._slope, self._fresh = 0.0, 0
+
+    def step_s(self, rows: NDArray[np.int64], num_seqs: int) -> Floats:
+        """Seconds of steps with so many rows in all, for the same sequences."""
+        return np.maximum(self._steps(rows) + self._slope * rows + self.sampler_s(num_seqs), 1e-9)
+
+    def draft_s(self, num_seqs: int) -> float:
+        return float(self._drafts(np.array([num_seqs]))[0])
+
+    def sampler_s(self, num_seqs: int) -> float:
+        """Median of the last samplings of so many sequences, else of all, else 0."""
+        own = self._sampler.get(num_seqs, ())
+        if len(own) >= LEAST_SAMPLER_TIMES:
+            return statistics.median(own)
+        times = [second for seconds in self._sampler.values() for second in seconds]
+        return statistics.median(times) if len(times) >= LEAST_SAMPLER_TIMES else 0.0
+
+    @property
+    def slope(self) -> float:
+        """Seconds per row beyond the curve: the median over sizes of their median residuals per row, not below 0."""
+        return self._slope
+
+    def observe(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
+        """A step that was taken."""
+        self._sampler[num_seqs].append(sampler_s)
+        self._residuals.append((rows, (forward_s - float(self._steps(np.array([rows]))[0])) / rows))
+        self._fresh += 1
+        if self._fresh >= LEAST_RESIDUALS:
+            self._fresh = 0
+            self._slope = self._median_slope()
+
+    def _median_slope(self) -> float:
+        by_size: dict[int, list[float]] = defaultdict(list)
+        for rows, residual in self._residuals:
+            by_size[rows].append(residual)
+        medians = [statistics.median(values) for values in by_size.values() if len(values) >= LEAST_RESIDUALS]
+        return max(0.0, statistics.median(medians)) if medians else 0.0
+
+
+class MeasuredRunner(Protocol):
+    """What a measurement needs of a model runner."""
+
+    limits: Any
+    kv: Any
+
+    def run(self, batch: Batch) -> Any: ...
+
+    def draft(self, slices: list[DraftSlice]) -> Any: ...
+
+
+def measure(
+    runner: MeasuredRunner, max_drafts: int, clock: Callable[[], float] = time.perf_counter, budget_s: float = MEASURE_S
+) -> CostModel:
+    """Time verify steps and drafts of growing size, with random tokens. Overwrites cache contents: call it before any request.
+
+    Larger sizes come last, so that a slow machine measures the small ones and extrapolates.
+    """
+    limits = runner.limits
+    blocks_per_seq = -(-(max_drafts + 1) // runner.kv.block_size)
+    most = max(1, min(limits.max_num_seqs, limits.num_state_slots - 1, (limits.num_blocks - 1) // blocks_per_seq))
+    rng = random.Random(0)
+    deadline = clock() + budget_s
+    steps, drafts = [], []
+    for size in _sizes(most * (max_drafts + 1)):
+        batch = _batch(size, max_drafts + 1, blocks_per_seq, limits.vocab_size, rng)
+        steps.append((size, _timed(partial(runner.run, batch), clock)))
+        if size <= most:
+            runner.run(_batch(size, 1, blocks_per_seq, limits.vocab_size, rng))  # drafts read what a step has left in the slots
+            places = [DraftSlice(rng.randrange(limits.vocab_size), 0, slot) for slot in range(1, size + 1)]
+            drafts.append((size, _timed(partial(runner.draft, places), clock)))
+        if clock() > deadline and len(steps) > 1:
+            break
+    return CostModel(Curve.of(steps), Curve.of(drafts))
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4, ... and the largest."""
+    sizes = [1]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return [*sizes, most] if most > 1 else sizes
+
+
+def _batch(rows: int, rows_per_seq: int, blocks_per_seq: int, vocab_size: int, rng: random.Random) -> Batch:
+    """A verify step of `rows` rows in as few sequences as hold them."""
+    slices = []
+    for slot, begin in enumerate(range(0, rows, rows_per_seq), 1):
+        count = min(rows_per_seq, rows - begin)
+        ids = [rng.randrange(vocab_size) for _ in range(count)]
+        table = list(range(1 + (slot - 1) * blocks_per_seq, 1 + slot * blocks_per_seq))
+        slices.append(SequenceSlice(ids, 0, count, table, slot, (), 0, LogitRows.ALL))
+    return Batch(StepKind.VERIFY, slices)
+
+
+def _timed(action: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """Mean seconds, without the warm-up, the fastest and the slowest run."""
+    times = []
+    for _ in range(REPEATS + 1):
+        began = clock()
+        action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(clock() - began)
+    return statistics.mean(sorted(times[1:])[1:-1])
+
+
+class StepWatch:
+    """Times the two parts of a step without waiting for the device: events on a GPU, the clock on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
+        self._began = self._between = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def forward_enqueued(self) -> None:
+        self._between = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds of the forward and of the sampling. Call it when the sampled tokens are on the host: the events are over then."""
+        end = time.perf_counter()
+        if not self._events:
+            return self._between - self._began, end - self._between
+        forward_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+        return forward_s, max(0.0, end - self._began - forward_s)

@@ -1,0 +1,280 @@
+"""Lengths of verifications: budgets from synthetic cost curves, their distribution, and that they do not bias the output."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import StepKind
+from engine.config import EngineConfig
+from engine.drafter import Drafter
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.request import SamplingParams
+from engine.sampler import Sampler, probabilities
+from engine.spec_costs import CostModel, Curve, measure
+from engine.spec_lengths import PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
+from hicache.config import HiCacheConfig
+from tests.engine.fake_runner import FakeLimits, FakeRunner
+from tests.engine.test_spec_decode import Table, chi_square_fits, sequence
+from tests.engine.test_speculation import LIMITS, assert_same, make_engine, random_requests, run
+
+FLAT = Curve((1, 1000), (0.010, 0.010))
+FREE = Curve((1, 1000), (1e-6, 1e-6))
+
+
+def policy(steps: Curve = FLAT, drafts: Curve = FREE, max_drafts: int = 5) -> ThroughputLength:
+    return ThroughputLength(CostModel(steps, drafts), max_drafts)
+
+
+def line(first_s: float, per_row_s: float) -> Curve:
+    return Curve((1, 1001), (first_s, first_s + 1000 * per_row_s))
+
+
+# ---- the curve
+
+
+def test_a_curve_is_a_line_between_points_and_goes_on_behind_the_last():
+    curve = Curve.of([(1, 1.0), (4, 4.0), (8, 6.0)])
+    assert curve(np.array([1, 2, 4, 6, 8, 12])).tolist() == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+
+
+def test_more_rows_are_never_modelled_as_faster():
+    assert Curve.of([(1, 3.0), (2, 2.0), (4, 5.0)]).seconds == (3.0, 3.0, 5.0)
+
+
+def test_the_slope_is_the_median_of_medians_and_ignores_sizes_seen_rarely():
+    cost = CostModel(FLAT, FREE)
+    for _ in range(20):
+        cost.observe(10, 2, 0.010 + 10 * 0.001, 0.0)
+        cost.observe(20, 4, 0.010 + 20 * 0.003, 0.0)
+    for _ in range(9):
+        cost.observe(40, 4, 99.0, 0.0)
+    cost.observe(10, 2, 0.020, 0.0)
+    assert cost.slope == pytest.approx(0.002)
+    assert cost.step_s(np.array([10]), 9)[0] == pytest.approx(0.010 + 0.020)
+
+
+def test_the_slope_is_never_negative():
+    cost = CostModel(FLAT, FREE)
+    for _ in range(20):
+        cost.observe(10, 2, 0.001, 0.0)
+    assert cost.slope == 0.0
+
+
+def test_sampler_time_is_the_median_of_the_same_number_of_sequences_else_of_all():
+    cost = CostModel(FLAT, FREE)
+    assert cost.sampler_s(3) == 0.0
+    for second in (1.0, 2.0, 3.0, 4.0):
+        cost.observe(3, 3, 0.01, second)
+    assert cost.sampler_s(3) == 0.0
+    cost.observe(3, 3, 0.01, 100.0)
+    assert cost.sampler_s(3) == cost.sampler_s(7) == 3.0
+    for _ in range(9):
+        cost.observe(7, 7, 0.01, 8.0)
+    assert (cost.sampler_s(3), cost.sampler_s(7)) == (3.0, 8.0)
+
+
+def test_measuring_covers_the_largest_step_and_leaves_the_runner_usable():
+    now = iter(np.arange(0, 1e4, 0.001))
+    runner = FakeRunner(LIMITS)
+    cost = measure(runner, 5, clock=lambda: next(now), budget_s=100.0)
+    assert cost.step_s(np.array([24]), 4)[0] == pytest.approx(0.001)
+    rows = {sum(len(piece.token_ids) for piece in batch.slices) for batch in runner.batches}
+    assert rows == {1, 2, 4, 8, 16, 24}
+    assert {batch.kind for batch in runner.batches} == {StepKind.VERIFY}
+
+
+def test_measuring_stops_when_its_time_is_over():
+    now = iter(np.arange(0, 1e4, 0.2))
+    runner = FakeRunner(LIMITS)
+    measure(runner, 5, clock=lambda: next(now), budget_s=1.0)
+    assert {batch.num_tokens for batch in runner.batches} == {1, 2}
+
+
+# ---- budgets
+
+
+def test_everything_is_verified_when_rows_cost_nothing():
+    assert policy().budget([[0.9, 0.5, 0.2, 0.1, 0.1]] * 3, [5, 5, 5]) == 15
+
+
+def test_nothing_is_drafted_when_time_explodes_with_rows():
+    one = policy(line(0.001, 0.010))
+    assert [one.budget([[0.9] * 5] * 2, [5, 5]) for _ in range(5)] == [0] * 5
+
+
+def test_drafts_that_cost_more_than_they_bring_are_not_made():
+    one = policy(line(0.010, 0.0001), drafts=Curve((1, 1000), (0.020, 0.020)))
+    assert one.budget([[0.5, 0.2, 0.1, 0.0, 0.0]], [5]) == 0
+    assert one.budget([[0.99, 0.98, 0.97, 0.96, 0.95]], [5]) == 5
+
+
+def test_the_budget_falls_as_rows_get_dearer():
+    rates = [[0.9, 0.8, 0.6, 0.4, 0.2], [0.7, 0.5, 0.3, 0.1, 0.0]]
+    budgets = [policy(line(0.010, cost)).budget(rates, [5, 5]) for cost in (0.0, 0.001, 0.002, 0.004, 0.008, 0.016)]
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] == 9  # the draft of rate 0 adds nothing, and the smaller of equals wins
+    assert budgets[-1] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), num=st.integers(1, 8), cost=st.sampled_from([0.0, 0.001, 0.003, 0.01]))
+def test_the_budget_is_the_best_of_all(seed, num, cost):
+    rng = random.Random(seed)
+    rates = [np.cumprod([rng.random() for _ in range(4)]).tolist() for _ in range(num)]
+    rooms = [rng.randint(1, 4) for _ in range(num)]
+    one = policy(line(0.01, cost), drafts=line(0.001, 0.0002), max_drafts=4)
+    ranked = sorted((rate for row, room in zip(rates, rooms, strict=True) for rate in row[:room]), reverse=True)
+    draft_s = one.cost.draft_s(num)
+    plain = num / one.cost.step_s(np.array([num]), num)[0]
+    speeds = [(num + sum(ranked[:k])) / (one.cost.step_s(np.array([num + k]), num)[0] + draft_s) for k in range(len(ranked) + 1)]
+    budget = one.budget(rates, rooms)
+    if max(speeds) <= plain:
+        assert budget == 0
+    else:
+        assert speeds[budget] == pytest.approx(max(speeds))
+        assert all(speed < max(speeds) - 1e-9 for speed in speeds[: max(0, budget - 1)])
+
+
+def test_without_gain_a_step_drafts_now_and_then_to_see_whether_that_changed():
+    one = policy(line(0.001, 0.010))
+    budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(3 * PROBE_INTERVAL)]
+    assert [i for i, budget in enumerate(budgets, 1) if budget] == [PROBE_INTERVAL, 2 * PROBE_INTERVAL, 3 * PROBE_INTERVAL]
+
+
+def test_drafts_that_are_never_kept_are_given_up_whatever_their_confidence():
+    one = policy(line(0.010, 0.002), drafts=line(0.004, 0.001))
+    sure = [0.9, 0.8, 0.7, 0.6, 0.5]
+    assert one.budget([sure], [5]) > 0
+    for _ in range(200):
+        one.observe([sure], [5], [0])
+    assert one.budget([sure], [5]) == 0
+
+
+def test_modest_confidences_are_raised_when_the_drafts_are_kept():
+    one = policy(line(0.010, 0.002), drafts=line(0.002, 0.001))
+    modest = [0.3, 0.1, 0.05, 0.02, 0.01]
+    assert one.budget([modest], [5]) == 0
+    for _ in range(200):
+        one.observe([modest], [2], [1])
+    assert one.budget([modest], [5]) > 0
+
+
+# ---- distribution
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), num=st.integers(1, 9))
+def test_lengths_sum_to_the_budget_and_take_the_largest_rates(seed, num):
+    rng = random.Random(seed)
+    rates = [np.cumprod([rng.choice([1.0, 0.9, 0.5, rng.random()]) for _ in range(4)]).tolist() for _ in range(num)]
+    rooms = [rng.randint(0, 4) for _ in range(num)]
+    budget = rng.randint(1, 4 * num)
+    lengths = policy(max_drafts=4).lengths(rates, rooms, budget)
+    assert sum(lengths) == min(budget, sum(rooms))
+    assert all(length <= room for length, room in zip(lengths, rooms, strict=True))
+    taken = [row[i] for row, length in zip(rates, lengths, strict=True) for i in range(length)]
+    left = [row[i] for row, length, room in zip(rates, lengths, rooms, strict=True) for i in range(length, room)]
+    assert not taken or not left or min(taken) >= max(left)
+
+
+def test_equal_rates_go_to_the_lower_sequence():
+    assert policy(max_drafts=2).lengths([[0.5, 0.5]] * 3, [2] * 3, 3) == [2, 1, 0]
+
+
+def test_a_draft_is_included_whatever_stands_behind_it():
+    """The newest rates of later drafts must not decide about an earlier one: that would bias the output."""
+    one = policy(max_drafts=3)
+    high, low = one.lengths([[0.6, 0.6, 0.6], [0.7, 0.5, 0.1]], [3, 3], 2), one.lengths([[0.6, 0.0, 0.0], [0.7, 0.5, 0.1]], [3, 3], 2)
+    assert (high[0] >= 1) == (low[0] >= 1)
+
+
+# ---- rates
+
+
+def test_rates_are_products_of_calibrated_confidences():
+    confidence, temperatures = torch.tensor([[0.0, 2.0, 1000.0]]), torch.tensor([1.0, 2.0, 1.0])
+    [rates] = survival_rates(confidence, temperatures)
+    assert rates == pytest.approx([0.5, 0.5 * 0.7310586, 0.5 * 0.7310586])
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "1,2", "-1", "inf", "1,1,1,1,1,1"])
+def test_temperatures_are_one_number_or_one_per_draft(text):
+    with pytest.raises(ConfigError, match="dflash_confidence_head_temperature"):
+        EngineConfig(dflash_confidence_head_temperature=text)
+
+
+def test_temperatures_of_the_drafts_in_use():
+    assert EngineConfig(dflash_confidence_head_temperature="1,2,3,4,5").confidence_temperatures(3) == [1.0, 2.0, 3.0]
+    assert EngineConfig(dflash_confidence_head_temperature="1.5").confidence_temperatures(2) == [1.5, 1.5]
+
+
+# ---- nothing of it shows in the output
+
+
+class Moody(FixedLength):
+    """Budgets that follow the rates of the round before as wildly as the rule permits."""
+
+    def budget(self, rates, rooms):
+        return int(sum(1000 * sum(row) for row in rates)) % (sum(rooms) + 1)
+
+    def lengths(self, rates, rooms, budget):
+        return ThroughputLength.lengths(self, rates, rooms, budget)
+
+
+def telling_table(vocab: int) -> Table:
+    """A drafter whose confidences depend on the drafts as strongly as they may."""
+    table = Table(vocab, seed=3, distance=1.5)
+    plain = table.draft
+
+    def draft(slices, choose=None):
+        output = plain(slices, choose)
+        before = torch.cat((torch.tensor([[piece.token_id] for piece in slices]), output.token_ids[:, :-1]), 1)
+        output.confidence = before.float() - 1.5
+        return output
+
+    table.draft = draft
+    return table
+
+
+@pytest.mark.parametrize(
+    "make", [FixedLength, Moody, lambda: policy(line(0.010, 0.003), line(0.001, 0.0), 3)], ids=["all", "moody", "cost"]
+)
+def test_variable_lengths_do_not_bias_sampled_sequences(make):
+    vocab, num = 5, 3000
+    table = telling_table(vocab)
+    drafter, sampler = Drafter(table, 3, frozenset(), make()), Sampler(10**6, frozenset())
+    seqs = [sequence(seed, [], seeded=False) for seed in range(num)]
+    while short := [seq for seq in seqs if seq.output_len < 3]:
+        for first in range(0, len(short), 12):  # groups compete for each budget
+            group = short[first : first + 12]
+            for seq, new in zip(group, table.step(group, drafter, sampler), strict=True):
+                seq.token_ids += new
+    got = np.array([seq.token_ids[2:5] for seq in seqs])
+    step = probabilities(table.target, [SamplingParams()] * vocab).double().numpy()
+    expected = np.einsum("a,ab,bc->abc", step[4], step, step).ravel() * num
+    assert chi_square_fits(np.bincount(np.ravel_multi_index(got.T, (vocab,) * 3), minlength=vocab**3), expected)
+
+
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_coupled_output_does_not_depend_on_lengths(seed):
+    rng = random.Random(seed)
+    requests = random_requests(rng, 15)
+    plain = run(make_engine(spec=False), requests)
+    engine = make_engine(2.0)
+    engine.drafter.policy = Moody()
+    assert_same(run(engine, requests, arrive=rng), plain)
+
+
+def test_the_engine_measures_and_decides_by_itself():
+    limits = FakeLimits(max_model_len=200, num_blocks=200, max_num_seqs=2, draft_block_size=5)
+    engine = Engine(EngineConfig(), HiCacheConfig(size_gb=0), runner=FakeRunner(limits, draft_noise=30.0))
+    assert isinstance(engine.drafter.policy, ThroughputLength)
+    requests = random_requests(random.Random(1), 4, ignore_eos=True, max_tokens=150, temperature=0.0, stop_token_ids=())
+    plain = run(Engine(EngineConfig(spec=False), HiCacheConfig(size_gb=0), runner=FakeRunner(limits)), requests)
+    assert_same(run(engine, requests), plain)
