@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,12 +14,20 @@ from engine.cache_faults import FaultyTransfer
 from engine.errors import ConfigError
 from hicache.audit import open_audit
 from hicache.config import HiCacheConfig
+from hicache.errors import MachineError
+from hicache.host_cache import HostCache
 from hicache.host_pool import HostArena, frame_bytes_for
+from hicache.index import NONE, PrefixIndex
 from hicache.open_transfer import open_transfer
+from hicache.records import Kind, Record, Records
+from hicache.recovery import Recovery, recover
+from hicache.segment import CacheHome, Layout, Segment, open_segment
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
 
+log = logging.getLogger(__name__)
+_VERIFY_BYTES = 256 * 2**20  # compared when a segment is taken over, about 0.2 s; restores go on verifying samples
 INTACT, BAD_STATE = -1, -2  # answers of `restore` besides the index of a bad page
 
 
@@ -30,7 +41,8 @@ class PageMover:
         MachineError: the arena cannot be mapped.
     """
 
-    def __init__(self, config: HiCacheConfig, kv: KVCache, num_bytes: int) -> None:
+    def __init__(self, config: HiCacheConfig, kv: KVCache, num_bytes: int, home: CacheHome | None = None, proof: bytes = b"") -> None:
+        """home: where a segment that outlives this process is to be; None for private memory. proof: of the page keys' root."""
         self._kv = kv
         self.row_bytes, self.state_bytes = kv.blocks.shape[1], kv.state_bytes
         frame_bytes = frame_bytes_for(self.row_bytes)
@@ -41,7 +53,13 @@ class PageMover:
                 f"hicache.size_gb is {num_bytes / 2**30:.4f} GiB, less than one page and one window state",
                 hint=f"at least {(self.frames_per_state + 1) * frame_bytes / 2**30:.4f} GiB, or 0 for off",
             )
-        self.arena = HostArena(num_frames, frame_bytes)
+        self.segment: Segment | None = None
+        if home is not None and config.segment == "auto":
+            layout = Layout(num_frames, frame_bytes, self.frames_per_state, kv.block_size, home.ranks, proof)
+            self.segment = _open_segment(home, layout)
+        self.records = Records(self.segment) if self.segment is not None else None
+        self.arena = HostArena(num_frames, frame_bytes, self.segment)
+        self._unpublished: deque[tuple[torch.cuda.Event, list[int], list[Record]]] = deque()
         self._open = open_transfer(config, self.arena, kv.blocks)
         self.transfer = FaultyTransfer(self._open.transfer)
         self._audit = open_audit(config.audit, num_frames, frame_bytes, kv.blocks.device)
@@ -73,16 +91,107 @@ class PageMover:
 
     def store_pages(self, blocks: Sequence[int], frames: Sequence[int]) -> None:
         """Enqueue the copies of blocks into frames."""
+        self.arena.reserve(frames)
         self.transfer.copy_out(self._kv.blocks, blocks, frames)
         self._audit.store(self._kv.blocks, blocks, frames)
 
     def store_state(self, slot: int, position: int, frames: Sequence[int]) -> None:
         """Enqueue the copy of a state slot's window at `position` into frames."""
         rows = range(len(frames))
+        self.arena.reserve(frames)
         self._kv.save_window(slot, position, self._window)
         self.transfer.copy_out(self._staging, rows, frames)
         self._audit.store(self._staging, rows, frames)
 
+    # -- what another process may know -------------------------------------------------------------------------------------
+
+    def publish_pages(self, index: PrefixIndex, frames: Sequence[int]) -> None:
+        """Pages were inserted into the index: describe them in the segment once their bytes are complete."""
+        if self.records is not None:
+            self._publish(list(frames), [self._page_record(index, frame) for frame in frames])
+
+    def publish_state(self, index: PrefixIndex, state: int) -> None:
+        """The same for a state."""
+        if self.records is None:
+            return
+        frames, page = index.state_frames(state), index.parent[state]
+        key, position, reason = index.key(page), index.position[state], index.reason[state]
+        kinds = [Kind.STATE] + [Kind.MORE] * (len(frames) - 1)
+        self._publish(
+            frames,
+            [
+                Record(kind, key, page, following, position, 0, 0, self._audit.checksum(frame), reason)
+                for kind, frame, following in zip(kinds, frames, [*frames[1:], NONE], strict=True)
+            ],
+        )
+
+    def _page_record(self, index: PrefixIndex, frame: int) -> Record:
+        tokens = index.first_token[frame], index.last_token[frame]
+        return Record(
+            Kind.PAGE, index.key(frame), index.parent[frame], NONE, index.position[frame], *tokens, self._audit.checksum(frame), 0
+        )
+
+    def _publish(self, frames: list[int], records: list[Record]) -> None:
+        assert self.records is not None, "there is no segment"
+        if self._kv.blocks.device.type == "cpu":
+            self._write(frames, records)
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._unpublished.append((event, frames, records))
+
+    def settle(self) -> None:
+        """Describe what was stored behind copies that have completed meanwhile."""
+        while self._unpublished and self._unpublished[0][0].query():
+            _, frames, records = self._unpublished.popleft()
+            self._write(frames, records)
+
+    def _write(self, frames: list[int], records: list[Record]) -> None:
+        assert self.records is not None, "there is no segment"
+        for frame, record in zip(frames, records, strict=True):
+            self.records.write(frame, record)
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """Frames are given back: whoever reads the segment must not use them any more."""
+        if self.records is None:
+            return
+        self.records.clear(frames)
+        if self._unpublished:
+            gone = set(frames)
+            for _, waiting, records in self._unpublished:
+                stays = [i for i, frame in enumerate(waiting) if frame not in gone]
+                records[:] = [records[i] for i in stays]
+                waiting[:] = [waiting[i] for i in stays]
+
+    def recover(self, cache: HostCache) -> Recovery:
+        """Take over what a former owner of the segment had stored. Its bytes are compared with their checksums, up to a budget."""
+        if self.records is None or self.segment is None or not self.segment.reused:
+            return Recovery()
+        budget = _VERIFY_BYTES
+
+        def intact(frame: int, record: Record) -> bool:
+            nonlocal budget
+            self._audit.adopt(frame, record.checksum)
+            if record.checksum == 0 or budget <= 0:
+                return True
+            length = self.row_bytes if record.kind is Kind.PAGE else self.arena.frame_bytes
+            budget -= length
+            begin = frame * self.arena.frame_bytes
+            return zlib.crc32(self.arena.memory[begin : begin + length]) == record.checksum
+
+        return recover(cache, self.records, intact)
+
     def close(self) -> None:
-        """Give page-locked memory back while the device is still there. Idempotent."""
+        """Give page-locked memory and the segment's lock back while the device is still there. Idempotent."""
         self._open.close()
+        if self.segment is not None:
+            self.segment.close()
+
+
+def _open_segment(home: CacheHome, layout: Layout) -> Segment | None:
+    """The segment, or None with a warning: then the arena is private and what it holds dies with this process."""
+    try:
+        return open_segment(home, layout)
+    except MachineError as error:
+        log.warning("the host cache will not survive this process: %s (%s)", error, error.hint)
+        return None

@@ -6,6 +6,7 @@ own stores. Copies are enqueued on the model's stream; a page is visible only af
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from bisect import insort
@@ -26,13 +27,16 @@ from hicache.in_flight import InFlightTable, Producer
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.policy import Miss, align_down, chunk_states, prefill_states, restore_cap
+from hicache.recovery import Recovery
 from hicache.reservation import PageReservation, StateReservation
+from hicache.segment import CacheHome
 from hicache.sizing import arena_bytes
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
     from engine.model_runner import Limits
 
+log = logging.getLogger(__name__)
 _MAX_KEY_MEMOS = 4096  # waiting sequences whose keys are remembered between planning attempts
 _MIN_ABORT_TOKENS = 4096  # computed tokens that make the state of an aborted prefill worth keeping
 
@@ -56,6 +60,7 @@ class PrefixCache:
         *,
         num_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        home: CacheHome | None = None,
     ) -> None:
         self._config, self._keep_tokens, self._clock = config, keep_tokens, clock
         self._page_tokens = kv.block_size
@@ -63,11 +68,16 @@ class PrefixCache:
         assert kv.ring_rows >= needed, (
             f"rings of {kv.ring_rows} rows lose the windows at s0 and s1 before the prefill ends; {needed} are needed"
         )
-        self.mover = PageMover(config, kv, arena_bytes(config, kv.blocks.device.type) if num_bytes is None else num_bytes)
+        num_bytes = arena_bytes(config, kv.blocks.device.type) if num_bytes is None else num_bytes
+        secret = home.secret if home is not None else secrets.token_bytes(32)
+        self._keys = KeySpace(fingerprint, kv.format_id, self._page_tokens, secret=secret)
+        self.mover = PageMover(config, kv, num_bytes, home, self._keys.proof)
         self._interval = align_down(config.state_interval_tokens, self._page_tokens)
         num_frames = self.mover.arena.num_frames
-        self.cache = HostCache(num_frames, self._page_tokens, self.mover.frames_per_state, config.state_slots, self._interval)
-        self._keys = KeySpace(fingerprint, kv.format_id, self._page_tokens, secret=secrets.token_bytes(32))
+        self.cache = HostCache(
+            num_frames, self._page_tokens, self.mover.frames_per_state, config.state_slots, self._interval, self.mover.forget
+        )
+        self.recovery = self._recover()
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
         self._in_flight = InFlightTable(clock)
@@ -76,6 +86,20 @@ class PrefixCache:
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
         self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self.counters = CacheCounters()
+
+    def _recover(self) -> Recovery:
+        """Take over what a killed predecessor had stored. Its resets count: what it forgot stays forgotten."""
+        segment = self.mover.segment
+        if segment is None:
+            return Recovery()
+        if not segment.reused:
+            segment.epoch = self._keys.epoch
+            return Recovery()
+        self._keys.resume(segment.epoch)
+        segment.epoch = self._keys.epoch
+        found = self.mover.recover(self.cache)
+        log.info("host cache taken over: %d pages, %d states; %d frames dropped", found.pages, found.states, found.dropped)
+        return found
 
     # -- admission ---------------------------------------------------------------------------------------------------------
 
@@ -108,6 +132,7 @@ class PrefixCache:
         this call there is no limit.
         """
         self._step_bytes = 0
+        self.mover.settle()
 
     def _restore_bytes(self, tokens: int) -> int:
         return tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes
@@ -207,6 +232,7 @@ class PrefixCache:
             if self.cache.index.ref[state] == 0:
                 self.cache.remove_state(state, "audit")
             return
+        self.mover.forget(match.path[bad:])
         self.cache.drop(match.path[bad])
         self.cache.unpin(match.path[bad:])
         del match.path[bad:]
@@ -268,6 +294,7 @@ class PrefixCache:
             until = first + len(frames)
             self.mover.store_pages(seq.block_table[first:until], frames)
             reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
+        self.mover.publish_pages(index, frames)
         match.path += frames
         skipped = upto - max(until, start // size)
         self.counters.stored(len(frames), size, self.mover.row_bytes, skipped)
@@ -293,7 +320,8 @@ class PrefixCache:
                 self.counters.store_skipped["no_state_frames"] += 1
                 return
             self.mover.store_state(seq.state_slot, position, reservation.frames)
-            reservation.commit(reason)
+            state = reservation.commit(reason)
+        self.mover.publish_state(self.cache.index, state)
         self.counters.states_written[reason.name.lower()] += 1
         self.counters.store_bytes += self.mover.state_bytes
 
@@ -334,6 +362,8 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget every stored prefix in O(1). Old entries leave by recency; running sequences keep what they restored."""
         self._keys.reset()
+        if self.mover.segment is not None:
+            self.mover.segment.epoch = self._keys.epoch
         self._memos.clear()
         self._in_flight.clear()
 
@@ -363,6 +393,7 @@ class PrefixCache:
         leaves["pinned_bytes"] = self.mover.pinned_bytes
         leaves["pageable"] = int(self.mover.pinned_bytes == 0)
         leaves["arena_bytes"] = self.mover.arena.num_bytes
+        leaves["recovered"] = {"pages": self.recovery.pages, "states": self.recovery.states, "dropped": self.recovery.dropped}
         leaves["frame_bytes"] = self.mover.arena.frame_bytes
         return leaves
 
@@ -385,8 +416,10 @@ class PrefixCache:
         return {"kind": kind, "count": count, "seconds": seconds}
 
 
-def build_prefix_cache(config: HiCacheConfig, kv: KVCache, limits: Limits, ranks: int = 1) -> PrefixCache | None:
-    """The host cache of one rank, or None when it is off.
+def build_prefix_cache(
+    config: HiCacheConfig, kv: KVCache, limits: Limits, ranks: int = 1, home: CacheHome | None = None
+) -> PrefixCache | None:
+    """The host cache of one rank, or None when it is off. home: where its memory may outlive this process.
 
     `auto` means off when decoder truncation is off: the cache restores no decoder windows, only recomputing the last tokens does.
 
@@ -403,4 +436,4 @@ def build_prefix_cache(config: HiCacheConfig, kv: KVCache, limits: Limits, ranks
             hint="--hicache-size-gb 0, or --yoco-keep-tokens 140",
         )
     num_bytes = arena_bytes(config, kv.blocks.device.type, ranks)
-    return PrefixCache(config, kv, limits.fingerprint, limits.keep_tokens, num_bytes=num_bytes)
+    return PrefixCache(config, kv, limits.fingerprint, limits.keep_tokens, num_bytes=num_bytes, home=home)

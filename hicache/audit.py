@@ -32,6 +32,12 @@ class Audit(Protocol):
     def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
         """Index of the first frame whose bytes, restored into `rows` of `device`, are not those that were stored."""
 
+    def checksum(self, frame: int) -> int:
+        """crc32 of a stored frame, 0 when it is not known."""
+
+    def adopt(self, frame: int, checksum: int) -> None:
+        """The frame was stored by a former process; 0: its checksum is not known, so it is not verified."""
+
 
 class NoAudit:
     """Trusts every byte."""
@@ -43,6 +49,12 @@ class NoAudit:
         return None
 
     def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
+        return None
+
+    def checksum(self, frame: int) -> int:
+        return 0
+
+    def adopt(self, frame: int, checksum: int) -> None:
         return None
 
 
@@ -64,7 +76,14 @@ class HostAudit:
 
     def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
         pairs = enumerate(zip(frames, rows, strict=True))
-        return next((i for i, (frame, row) in pairs if _crc(device[row]) != self._sums[frame]), None)
+        sums = self._sums
+        return next((i for i, (frame, row) in pairs if sums[frame] and _crc(device[row]) != sums[frame]), None)
+
+    def checksum(self, frame: int) -> int:
+        return self._sums[frame]
+
+    def adopt(self, frame: int, checksum: int) -> None:
+        self._sums[frame] = checksum
 
 
 class DeviceAudit:
@@ -78,11 +97,13 @@ class DeviceAudit:
         weights = torch.randint(-(2**62), 2**62, (row_bytes // 4,), generator=generator) * 2 + 1
         self._weights = weights.to(device)
         self._sums = torch.zeros(num_frames, dtype=torch.int64, device=device)
+        self._unknown: set[int] = set()
         self._share, self._random = 1.0 if full else SAMPLED_SHARE, Random(0)
 
     def store(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
         if frames:
             self._sums[self._index(frames)] = self._sum(device, rows)
+            self._unknown.difference_update(frames)
 
     def choose(self, num_pages: int) -> list[int] | None:
         return list(range(num_pages)) if self._random.random() < self._share else None
@@ -90,8 +111,14 @@ class DeviceAudit:
     def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
         if not frames:
             return None
-        bad = (self._sum(device, rows) != self._sums[self._index(frames)]).nonzero()
-        return int(bad[0]) if len(bad) else None
+        bad = (self._sum(device, rows) != self._sums[self._index(frames)]).nonzero()[:, 0].tolist()
+        return next((int(i) for i in bad if frames[i] not in self._unknown), None)
+
+    def checksum(self, frame: int) -> int:
+        return 0  # its sums are not crc32
+
+    def adopt(self, frame: int, checksum: int) -> None:
+        self._unknown.add(frame)
 
     def _sum(self, device: Tensor, rows: Sequence[int]) -> Tensor:
         words = device.index_select(0, self._index(rows)).view(torch.int32)

@@ -30,6 +30,12 @@ class HiCacheConfig:
         "Who may hit whose prefixes: everybody, requests of one API key, or those that also send one cache_salt.",
         choices=("none", "api_key", "field"),
     )
+    segment: str = knob(
+        "auto",
+        "Where the arena lives: in shared memory that survives a rank's death, or private to the rank.",
+        choices=("auto", "private"),
+    )
+    keep_on_exit: bool = knob(False, "Keep the arena when the server stops, for the next start of the same server.")
     audit: str = knob("sampled", "Checksums of stored pages.", choices=("off", "sampled", "full"))
 
     def __post_init__(self) -> None:

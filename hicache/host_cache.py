@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hicache.host_pool import FramePool, Owner
 from hicache.index import NONE, PrefixIndex, StateReason
@@ -17,11 +17,19 @@ class HostCache:
     states within a long prompt, 0 = none.
     """
 
-    def __init__(self, num_frames: int, page_tokens: int, frames_per_state: int, max_states: int = 0, state_interval: int = 0) -> None:
+    def __init__(
+        self,
+        num_frames: int,
+        page_tokens: int,
+        frames_per_state: int,
+        max_states: int = 0,
+        state_interval: int = 0,
+        on_free: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         assert frames_per_state > 0, f"frames_per_state is {frames_per_state}"
         self.page_tokens, self.frames_per_state = page_tokens, frames_per_state
         self.max_states, self.state_interval = max_states, state_interval
-        self.pool, self.index = FramePool(num_frames), PrefixIndex(num_frames)
+        self.pool, self.index = FramePool(num_frames, on_free), PrefixIndex(num_frames)
         self.evicted_pages = 0
         self.evicted_frames: Counter[str] = Counter()
 

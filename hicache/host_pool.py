@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from hicache.errors import MachineError
+from hicache.segment import Segment
 
 FRAME_ALIGNMENT = 4096  # O_DIRECT and page granularity
 POISON = 0xA5
@@ -25,25 +26,33 @@ def frame_bytes_for(row_bytes: int) -> int:
 
 
 class HostArena:
-    """One anonymous mapping as `rows`: [num_frames, frame_bytes] uint8. Memory is touched on first use, so RSS follows the load.
+    """One mapping as `rows`: [num_frames, frame_bytes] uint8; anonymous, or the data part of a segment. Memory is touched on first use,
+    so RSS follows the load.
 
     Raises:
         MachineError: the mapping is refused.
     """
 
-    def __init__(self, num_frames: int, frame_bytes: int) -> None:
+    def __init__(self, num_frames: int, frame_bytes: int, segment: Segment | None = None) -> None:
         assert num_frames > 0, f"{num_frames=}"
         assert frame_bytes % FRAME_ALIGNMENT == 0, f"{frame_bytes=}"
-        self.num_frames, self.frame_bytes = num_frames, frame_bytes
+        self.num_frames, self.frame_bytes, self._segment = num_frames, frame_bytes, segment
+        self._begin = segment.layout.data_at if segment is not None else 0
         try:
-            self.mapping = mmap.mmap(-1, num_frames * frame_bytes)
+            self.mapping = segment.mapping if segment is not None else mmap.mmap(-1, num_frames * frame_bytes)
         except (OSError, ValueError) as error:
             raise MachineError(
                 f"cannot map {num_frames * frame_bytes / 2**30:.2f} GiB for the host cache: {error}", hint="lower --hicache-size-gb"
             ) from error
         if hasattr(mmap, "MADV_DONTFORK"):
             self.mapping.madvise(mmap.MADV_DONTFORK)
-        self.rows: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8).view(num_frames, frame_bytes)
+        data = torch.frombuffer(self.mapping, dtype=torch.uint8, offset=self._begin, count=num_frames * frame_bytes)
+        self.rows: Tensor = data.view(num_frames, frame_bytes)
+
+    def reserve(self, frames: Sequence[int]) -> None:
+        """Frames are about to be written. Raises MachineError when a segment's file system has no memory for them."""
+        if self._segment is not None and frames:
+            self._segment.reserve(max(frames))
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +61,7 @@ class HostArena:
     @property
     def memory(self) -> memoryview:
         """The arena's bytes, without copying."""
-        return memoryview(self.mapping)
+        return memoryview(self.mapping)[self._begin :]
 
     def poison(self, frames: Sequence[int]) -> None:
         """Fill frames with a pattern that no cache row contains, so that a read of a freed frame shows."""
@@ -74,8 +83,10 @@ class FramePool:
     Every frame has exactly one owner. Raises AssertionError on double allocation and double free.
     """
 
-    def __init__(self, num_frames: int) -> None:
+    def __init__(self, num_frames: int, on_free: Callable[[Sequence[int]], None] | None = None) -> None:
+        """on_free: hears of frames before they are free."""
         self.num_frames = num_frames
+        self._on_free = on_free
         self._free = array("i", range(num_frames - 1, -1, -1))
         self._owner = bytearray(num_frames)
         self._held = [0, 0, 0, 0]  # frames per owner, FREE unused
@@ -113,8 +124,20 @@ class FramePool:
         self._held[Owner.RESERVED] -= len(frames)
         self._held[owner] += len(frames)
 
+    def hold(self, frames: Sequence[int], owner: Owner) -> None:
+        """Free frames that already carry a page or a state: a former owner's."""
+        taken = set(frames)
+        assert len(taken) == len(frames), "a frame is held twice"
+        for frame in frames:
+            assert self._owner[frame] == Owner.FREE, f"frame {frame} is {self.owner(frame).name}, not free"
+            self._owner[frame] = owner
+        self._free = array("i", [frame for frame in self._free if frame not in taken])
+        self._held[owner] += len(frames)
+
     def free(self, frames: Sequence[int]) -> None:
         """Give frames back, whatever they held."""
+        if self._on_free is not None:
+            self._on_free(frames)
         owners, held = self._owner, self._held
         for frame in frames:
             owner = owners[frame]

@@ -193,6 +193,22 @@ class PrefixIndex:
         num_children[parent] = 0
         self.frames_by_key.update(zip(keys, frames, strict=True))
 
+    def adopt(self, frame: int, key: bytes, parent: int, position: int, first_token: int, last_token: int) -> None:
+        """A page that a former owner of the arena left, below a present parent. Unpinned; `list_adopted` follows once for all."""
+        assert parent == NONE or self._present[parent], f"parent frame {parent} of the page at {position} is absent"
+        self._keys[KEY_BYTES * frame : KEY_BYTES * (frame + 1)] = key
+        self._present[frame] = 1
+        self.parent[frame], self.position[frame] = parent, position
+        self.first_token[frame], self.last_token[frame] = first_token, last_token
+        if parent != NONE:
+            self.num_children[parent] += 1
+        self.frames_by_key[key] = frame
+
+    def list_adopted(self, frames: Sequence[int]) -> None:
+        """Make adopted pages evictable, the deepest the least recent."""
+        for frame in sorted(frames, key=self.position.__getitem__, reverse=True):
+            self._push(self._pages, frame)
+
     def add_state(self, page: int, frames: Sequence[int], reason: StateReason) -> int:
         """Attach a state that fills `frames` to a present page. Returns the state's id."""
         assert self._present[page], f"frame {page} holds no page"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import secrets
@@ -14,10 +15,12 @@ import msgspec
 
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
+from hicache.segment import CacheHome
 from server.config import ServerConfig
 from server.errors import ConfigError
 
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
+SHARED_MEMORY, SEGMENT_PREFIX = Path("/dev/shm"), "dix-"
 BOOT_VARIABLE = "_DIX_BOOT_UUID"
 
 
@@ -55,13 +58,13 @@ class Launch:
     def served_name(self) -> str:
         return self.server.served_name or self.name
 
-    @property
-    def cache_secret_path(self) -> Path:
-        return Path(self.server_dir) / "cache.secret"
+    def cache_home(self, rank: int) -> CacheHome:
+        """Where a rank's cache memory is, the same for every boot of this server."""
+        return CacheHome(SHARED_MEMORY, segment_name(self.server_dir), rank, self.engine.dp, self.read_cache_secret(), self.server_dir)
 
     def read_cache_secret(self) -> bytes:
         """What makes page keys and tenants' salts of this server unpredictable."""
-        return self.cache_secret_path.read_bytes()
+        return secret_path(Path(self.server_dir)).read_bytes()
 
     def rendezvous_path(self, generation: int) -> Path:
         return self.boot_dir / f"rendezvous-{generation}"
@@ -88,11 +91,20 @@ class Launch:
 
     def _make_cache_secret(self) -> None:
         """A fresh one, except when a cache was kept: its pages can only be found with the secret that their keys were made with."""
-        path = self.cache_secret_path
+        path = secret_path(Path(self.server_dir))
         if path.exists():
             return
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(32))
+
+
+def segment_name(server_dir: str) -> str:
+    """What the names of a server's cache segments begin with."""
+    return SEGMENT_PREFIX + hashlib.sha256(server_dir.encode()).hexdigest()[:16]
+
+
+def secret_path(server_dir: Path) -> Path:
+    return server_dir / "cache.secret"
 
 
 def load_launch(path: Path) -> Launch:

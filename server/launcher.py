@@ -19,6 +19,7 @@ import msgspec
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
 from server import gpu, listener
+from server.cache_files import KEPT_NAME, keep_cache, remove_cache, remove_orphans, segments
 from server.config import ServerConfig
 from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable
 from server.launch import Launch, load_launch
@@ -100,6 +101,7 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
         raise ConfigError(f'a server named "{launch.name}" is running already', hint=f"dix stop {launch.name}, or choose another --name")
     try:
         killed = clean_leftovers(directory)
+        _find_cache(directory)
         keys = api_keys + read_keys(launch.server.api_key_file)
         _check_exposure(launch.server, keys, on_event)
         _check_gpus(launch)
@@ -109,9 +111,29 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
             for record in killed:
                 on_event({"event": "leftover_killed", "process": record.label, "pid": record.pid})
             on_event({"event": "bound", "host": sock.getsockname()[0], "port": sock.getsockname()[1]})
-            return Supervisor(launch, launch_path, sock, on_event, keys).run()
+            return _run(Supervisor(launch, launch_path, sock, on_event, keys), directory)
     finally:
         lock.release()
+
+
+def _find_cache(directory: Path) -> None:
+    """Before a start: what this server kept, or left when it was killed, may be used again; what no server owns goes."""
+    had = (directory / KEPT_NAME).exists() or any(segments(directory))
+    keep_cache(directory)  # its own segments are no orphans, although it does not run yet
+    remove_orphans()
+    if not had:
+        remove_cache(directory)
+    (directory / KEPT_NAME).unlink(missing_ok=True)
+
+
+def _run(supervisor: Supervisor, directory: Path) -> int:
+    try:
+        return supervisor.run()
+    finally:
+        if supervisor.keep_cache:
+            keep_cache(directory)
+        else:
+            remove_cache(directory)
 
 
 def _check_exposure(config: ServerConfig, keys: list[str], on_event: OnEvent) -> None:
@@ -248,8 +270,9 @@ def _end_background(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def stop(name: str, state_dir: Path, grace_s: float | None = None) -> StopReport:
+def stop(name: str, state_dir: Path, grace_s: float | None = None, *, keep_cache: bool = False) -> StopReport:
     """Stop a server and everything it started. The supervisor drains and ends its children; one that does not react is killed with them.
+    keep_cache: leave what the prefix cache holds to the server's next start.
 
     Raises:
         ServerUnreachable: there is no such server.
@@ -261,9 +284,12 @@ def stop(name: str, state_dir: Path, grace_s: float | None = None) -> StopReport
         raise ServerUnreachable(f'no server named "{name}" is running', hint="dix status lists the running ones")
     if not is_running(state):
         leftovers = clean_leftovers(directory)
+        if not keep_cache:
+            remove_cache(directory)
         return StopReport(name, False, time.monotonic() - began_s, [record.pid for record in leftovers])
-    if grace_s is not None:
-        (directory / STOP_REQUEST_NAME).write_bytes(msgspec.json.encode({"grace_s": grace_s, "boot_uuid": state.boot_uuid}))
+    if grace_s is not None or keep_cache:
+        request = {"grace_s": grace_s, "keep_cache": keep_cache, "boot_uuid": state.boot_uuid}
+        (directory / STOP_REQUEST_NAME).write_bytes(msgspec.json.encode(request))
     os.kill(state.supervisor.pid, signal.SIGTERM)
     grace = grace_s if grace_s is not None else load_launch(directory / "launch.json").server.grace_s
     deadline = time.monotonic() + grace + STOP_MARGIN_S

@@ -90,6 +90,7 @@ class Supervisor:
         self._serving = False
         self._drained = False
         self._ever_ready = False
+        self.keep_cache = launch.hicache.keep_on_exit
         host, port = listener.getsockname()[:2]
         self.state = ServerState(
             name=launch.name,
@@ -252,13 +253,17 @@ class Supervisor:
             time.sleep(0.02)
 
     def _grace_s(self) -> float:
-        """The stop command may leave a shorter or longer grace than the server's own."""
+        """The stop command may leave a shorter or longer grace than the server's own, and ask to keep the cache."""
         path = Path(self.launch.server_dir) / STOP_REQUEST_NAME
         if not path.exists():
             return self.launch.server.grace_s
         request = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         path.unlink()
-        return float(request["grace_s"]) if request.get("boot_uuid") == self.launch.boot_uuid else self.launch.server.grace_s
+        if request.get("boot_uuid") != self.launch.boot_uuid:
+            return self.launch.server.grace_s
+        self.keep_cache = self.keep_cache or bool(request.get("keep_cache"))
+        asked = request.get("grace_s")
+        return self.launch.server.grace_s if asked is None else float(asked)
 
     def _record(self, **changes: Any) -> None:
         self.state = replace(self.state, processes=self.group.records(), **changes)

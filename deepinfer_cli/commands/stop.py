@@ -27,6 +27,7 @@ def _stop(
     grace: Annotated[
         str, typer.Option("--grace", metavar="TIME", help="Wait this long for running requests.  [default: 30s]", show_default=False)
     ] = "",
+    keep_cache: Annotated[bool, typer.Option("--keep-cache", help="Leave the prefix cache to the next start of this server.")] = False,
 ) -> int:
     """Stop a background server and everything it started.
 
@@ -46,7 +47,7 @@ def _stop(
         names = [name]
     else:
         names = [find_server(call, name).name]
-    reports = [launcher.stop(each, call.paths.state, grace_s) for each in names]
+    reports = [launcher.stop(each, call.paths.state, grace_s, keep_cache=keep_cache) for each in names]
     if call.json:
         call.ui.document("dix.stopped/1", {"servers": [_plain(report) for report in reports]})
         return ExitCode.OK
