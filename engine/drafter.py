@@ -26,6 +26,14 @@ class DraftingRunner(Protocol):
     def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> Any: ...
 
 
+class Recorder(Protocol):
+    """Somebody who studies drafts, see `engine/spec_stats.py`."""
+
+    def on_draft(self, seqs: list[Sequence], confidence: Tensor) -> None: ...
+
+    def on_verified(self, seqs: list[Sequence], verified: list[int], accepted: list[int]) -> None: ...
+
+
 class Drafter:
     """Proposes tokens for running sequences, in the decode step that verifies them.
 
@@ -45,6 +53,7 @@ class Drafter:
         self.max_drafts = max_drafts
         self.policy: LengthPolicy = policy or FixedLength()
         self.proposals: Proposals = NO_PROPOSALS
+        self.recorder: Recorder | None = None
         self._runner = runner
         self._end_token_ids = end_token_ids
         self._temperatures = torch.tensor(temperatures or [1.0] * max_drafts)
@@ -60,6 +69,8 @@ class Drafter:
         output = self._runner.draft(slices, sampling.choose if sampling else None)
         if sampling is not None:
             self.proposals = sampling.proposals
+        if self.recorder is not None:
+            self.recorder.on_draft(seqs, output.confidence)
         drafts = output.token_ids[:, : self.max_drafts].tolist()
         rates = survival_rates(output.confidence[:, : self.max_drafts].cpu(), self._temperatures)
         rooms = [min(room, self._useful(seq, ids)) for seq, ids, room in zip(seqs, drafts, rooms, strict=True)]
@@ -70,7 +81,10 @@ class Drafter:
 
     def observe(self, seqs: list[Sequence], drafts: list[list[int]], kept: list[list[int]]) -> None:
         """What became of the drafts: `kept` holds the tokens that a verification emitted for each sequence."""
-        self.policy.observe([seq.draft_rates for seq in seqs], [len(ids) for ids in drafts], [len(tokens) - 1 for tokens in kept])
+        verified, accepted = [len(ids) for ids in drafts], [len(tokens) - 1 for tokens in kept]
+        self.policy.observe([seq.draft_rates for seq in seqs], verified, accepted)
+        if self.recorder is not None:
+            self.recorder.on_verified(seqs, verified, accepted)
 
     def _useful(self, seq: Sequence, drafts: list[int]) -> int:
         """Drafts up to the first that would end the sequence: what follows it is never kept."""
