@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.json_strings import safe_strings
+from engine.json_strings import check_strings, mend_characters
 from engine.request import Grammar, GrammarKind, Request
 from engine.tokenizer import Tokenizer
 
@@ -63,38 +63,37 @@ class GrammarCompiler:
 
     def _compile(self, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
         match kind:
-            case GrammarKind.JSON_SCHEMA:
-                return self._compiler.compile_json_schema(json.dumps(_parsed(text)), max_whitespace_cnt=MAX_WHITESPACE)
-            case GrammarKind.JSON_OBJECT:
-                return self._compiler.compile_json_schema(JSON_OBJECT_SCHEMA, max_whitespace_cnt=MAX_WHITESPACE)
             case GrammarKind.REGEX:
                 return self._compiler.compile_regex(text)
             case GrammarKind.EBNF:
                 return self._compiler.compile_grammar(text)
-            case GrammarKind.STRUCTURAL_TAG:
-                return self._compiler.compile_structural_tag(text)
+        # The library reads what it prints, so that its grammar can be mended in between.
+        return self._compiler.compile_grammar(mend_characters(str(_json_grammar(kind, text))))
 
     @property
     def cache_bytes(self) -> int:
         return self._compiler.get_cache_size_bytes()
 
 
-def check_schema_text(text: str) -> None:
-    """Raises ValueError when a JSON schema has no grammar. Independent of the vocabulary, so it takes far less than compiling."""
+def _json_grammar(kind: GrammarKind, text: str) -> xgrammar.Grammar:
     import xgrammar
 
+    if kind is GrammarKind.STRUCTURAL_TAG:
+        return xgrammar.Grammar.from_structural_tag(text)
+    schema = JSON_OBJECT_SCHEMA if kind is GrammarKind.JSON_OBJECT else text
     try:
-        xgrammar.Grammar.from_json_schema(json.dumps(_parsed(text)))
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(_reason(error)) from error
-
-
-def _parsed(text: str) -> Any:
-    """A JSON schema from its text, made safe. Raises ValueError."""
-    try:
-        return safe_strings(json.loads(text))
+        check_strings(json.loads(schema))
     except RecursionError as error:
         raise ValueError("the schema is nested too deeply") from error
+    return xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+
+
+def check_schema_text(text: str) -> None:
+    """Raises ValueError when a JSON schema has no grammar. Independent of the vocabulary, so it takes far less than compiling."""
+    try:
+        _json_grammar(GrammarKind.JSON_SCHEMA, text)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -1,61 +1,53 @@
-"""JSON schemas whose strings need no care: rewritten where the grammar library would let text through that is not JSON.
+"""Strings of JSON schemas, where the grammar library would let text through that is not JSON.
 
-The library takes a string with length limits, and a single character of a pattern, as raw text between the quotes. Length limits become
-patterns over characters that need no escape, and patterns that ask for a character that needs one are refused.
+It takes a single character of a pattern, and every character of a string with length limits, as raw text between the quotes.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
-_PLAIN = r'[^"\\\x00-\x1f\ud800-\udfff]'
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0", "a": "\a"}
 _HEX_DIGITS = {"x": 2, "u": 4}
+# One character of a string with length limits, as the library prints its rule, and as JSON has it.
+_PRINTED = r"(([^\"\\\r\n]))"
+_MENDED = r'(([^\"\\\0-\x1f]) | ("\\" [\"\\/bfnrt]))'
+_CHARACTER_RULE = re.compile(r"^(\S*characters(?:_\d+)* ::= )" + re.escape(_PRINTED) + "$", re.MULTILINE)
 
 
-def safe_strings(schema: Any) -> Any:
-    """A copy of a JSON schema whose grammar generates valid JSON only.
+def check_strings(schema: Any) -> None:
+    """Whether all strings of a JSON schema can be held to it.
 
     Raises:
         ValueError: a pattern asks for a character that JSON escapes, or is combined with a length.
     """
     if not isinstance(schema, dict):
-        return schema
-    copy = dict(schema)
+        return
     for name in _MAPS:
         if isinstance(schema.get(name), dict):
-            copy[name] = {key: safe_strings(value) for key, value in schema[name].items()}
+            for value in schema[name].values():
+                check_strings(value)
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            copy[name] = [safe_strings(value) for value in schema[name]]
+            for value in schema[name]:
+                check_strings(value)
     for name in _SINGLES:
-        if name in schema:
-            copy[name] = safe_strings(_typed(schema[name]) if name == "propertyNames" else schema[name])
-    for pattern in [schema.get("pattern"), *(schema.get("patternProperties") or {})]:
+        check_strings(schema.get(name))
+    names = schema.get("patternProperties")
+    for pattern in [schema.get("pattern"), *(names if isinstance(names, dict) else ())]:
         if isinstance(pattern, str) and needs_escape(pattern):
             raise ValueError("a pattern may not ask for quotes, backslashes or control characters inside JSON")
-    return _without_lengths(copy)
-
-
-def _typed(schema: Any) -> Any:
-    """The schema of property names, which are strings whether it says so or not."""
-    return {"type": "string", **schema} if isinstance(schema, dict) and ("minLength" in schema or "maxLength" in schema) else schema
-
-
-def _without_lengths(schema: dict[str, Any]) -> dict[str, Any]:
-    kinds = schema.get("type")
-    if "string" not in (kinds if isinstance(kinds, list) else [kinds]) or not ("minLength" in schema or "maxLength" in schema):
-        return schema
-    if "pattern" in schema or "format" in schema:
+    if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
         raise ValueError("minLength and maxLength cannot be combined with a pattern or format: put the length into the pattern")
-    low, high = schema.pop("minLength", 0), schema.pop("maxLength", None)
-    if high is not None and low > high:
-        raise ValueError(f"minLength {low} is greater than maxLength {high}")
-    schema["pattern"] = f"^{_PLAIN}{{{int(low)},{'' if high is None else int(high)}}}$"
-    return schema
+
+
+def mend_characters(grammar: str) -> str:
+    """A grammar in the library's EBNF in which strings with length limits hold JSON's characters and escapes, each counted as one."""
+    return _CHARACTER_RULE.sub(lambda match: match[1] + _MENDED, grammar)
 
 
 def needs_escape(pattern: str) -> bool:

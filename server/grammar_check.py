@@ -52,6 +52,16 @@ class GrammarCheck:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the running worker."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def close(self) -> None:
+        """End the worker; a later check starts another."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def check(self, constraint: Constraint, vocab_size: int, eos_id: int) -> None:
         """Return when a grammar can be given to a rank.
 

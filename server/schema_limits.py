@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from engine.json_strings import safe_strings
+from engine.json_strings import check_strings
 from server.errors import BadRequest
 
 MAX_SCHEMA_BYTES = 256 * 2**10
@@ -58,7 +58,7 @@ def explicit_schema(schema: Any, where: str) -> Any:
         raise _refuse(where, f"has {size} bytes; at most {MAX_SCHEMA_BYTES} are accepted")
     explicit = _Walk(where).schema(schema, where, 0)
     try:
-        safe_strings(explicit)
+        check_strings(explicit)
     except ValueError as error:
         raise _refuse(where, f"cannot be enforced: {error}") from error
     return explicit
@@ -120,8 +120,13 @@ class _Walk:
             check_pattern(schema["pattern"], f"{where}.pattern")
         for name in _COUNTS:
             self._check_count(schema.get(name), f"{where}.{name}")
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise _refuse(f"{where}.required", "must be a list of strings")
         enum = schema.get("enum")
-        self._count(where, len(enum) if isinstance(enum, list) else 0)
+        if enum is not None and not (isinstance(enum, list) and enum):
+            raise _refuse(f"{where}.enum", "must be a non-empty list")
+        self._count(where, len(enum or []))
 
     @staticmethod
     def _check_count(value: Any, where: str) -> None:

@@ -1,16 +1,18 @@
-"""Rewritten schemas: what their strings may hold."""
+"""What strings under a schema may hold."""
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.json_strings import needs_escape, safe_strings
+from engine.grammar_compiler import GrammarCompiler
+from engine.json_strings import check_strings, needs_escape
+from engine.request import Grammar, GrammarKind
+from engine.structured_output import Matcher
 
 
 @pytest.mark.parametrize(
@@ -33,28 +35,39 @@ def test_any_text_is_looked_at_without_an_exception(pattern: str) -> None:
     assert needs_escape(pattern) in (True, False)
 
 
-@pytest.mark.parametrize("schema", [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": ["string", "null"], "maxLength": 2}])
-def test_lengths_become_a_pattern_of_plain_characters(schema: dict[str, Any]) -> None:
-    safe = safe_strings(schema)
-    assert "maxLength" not in safe
-    low, high = schema.get("minLength", 0), schema["maxLength"]
-    for length in range(5):
-        assert bool(re.fullmatch(safe["pattern"], "é" * length)) == (low <= length <= high)
-    assert not any(re.fullmatch(safe["pattern"], bad) for bad in ('"', "\\", "\n", "\x01"))
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    """Whether the compiled schema takes the text as a whole, byte by byte."""
+    compiler = GrammarCompiler([bytes([byte]) for byte in range(256)] + [b"<end>"], [256])
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    matcher = Matcher(compiler.compile(grammar), grammar, [256], 257)
+    return all(matcher.accept(token) for token in [*text.encode(), 256])
 
 
-def test_only_schemas_are_rewritten_and_not_names_or_data() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"maxLength": {"type": "integer"}, "pattern": {"type": "string", "maxLength": 1}},
-        "enum": [{"type": "string", "maxLength": 1}],
-        "default": {"type": "string", "maxLength": 1},
-    }
-    safe = safe_strings(schema)
-    assert safe["properties"]["maxLength"] == {"type": "integer"}
-    assert "pattern" in safe["properties"]["pattern"]
-    assert (safe["enum"], safe["default"]) == (schema["enum"], schema["default"])
-    assert json.dumps(schema["properties"]["pattern"]) == '{"type": "string", "maxLength": 1}'
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 1, "maxLength": 3},
+        {"type": ["string", "null"], "minLength": 1, "maxLength": 3},
+        {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "string", "minLength": 1, "maxLength": 2}]},
+    ],
+)
+def test_strings_with_lengths_hold_json_characters_and_escapes_only(schema: dict[str, Any]) -> None:
+    assert [accepts(schema, json.dumps("é" * length, ensure_ascii=False)) for length in range(5)] == [False, True, True, True, False]
+    for value in ("a\n", '"', "\\", "😀/"):
+        assert accepts(schema, json.dumps(value, ensure_ascii=False))
+    for code in [*range(32), 34, 92]:
+        assert not accepts(schema, f'"{chr(code)}"')
+
+
+def test_property_names_with_lengths_are_json_too() -> None:
+    schema = {"type": "object", "propertyNames": {"type": "string", "maxLength": 2}, "additionalProperties": {"type": "null"}}
+    assert accepts(schema, '{"a\\n": null}')
+    assert not accepts(schema, '{"\x01": null}')
+    assert not accepts(schema, '{"abc": null}')
+
+
+def test_names_and_data_are_not_read_as_keywords() -> None:
+    check_strings({"properties": {"pattern": {}, "maxLength": {}}, "enum": [{"pattern": '"'}], "default": {"pattern": "a", "maxLength": 1}})
 
 
 @pytest.mark.parametrize(
@@ -62,11 +75,10 @@ def test_only_schemas_are_rewritten_and_not_names_or_data() -> None:
     [
         {"type": "string", "pattern": "a", "maxLength": 3},
         {"type": "string", "format": "date", "minLength": 3},
-        {"type": "string", "minLength": 4, "maxLength": 3},
         {"items": {"anyOf": [{"pattern": '"'}]}},
         {"patternProperties": {"\\n": {}}},
     ],
 )
-def test_what_cannot_be_made_safe_is_refused(schema: dict[str, Any]) -> None:
+def test_what_cannot_be_enforced_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"pattern|minLength"):
-        safe_strings(schema)
+        check_strings(schema)
