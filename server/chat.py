@@ -37,12 +37,13 @@ async def create(front: Front, http: HttpRequest) -> Response:
     front.metrics.note_unknown(request.unknown)
     if body.get("messages") is None:
         raise ApiError(400, "missing_field", "messages is missing", param="messages")
-    rendered = await front.workers.run(front.text.render_chat, body)
+    small = http.state.small_body
+    rendered = await front.workers.run(front.text.render_chat, body, inline=small)
     front.metrics.oddities["history_missing_reasoning"] += rendered.missing_reasoning
     thinking = rendered.thinking
     default = default_max_tokens(thinking.enabled, thinking.number >= MAX_EFFORT)
     max_tokens = resolve_max_tokens(front, request, len(rendered.token_ids), default)
-    grammar = await front.checked_grammar(await front.workers.run(front.text.chat_constraint, body, rendered))
+    grammar = await front.checked_grammar(await front.workers.run(front.text.chat_constraint, body, rendered, inline=small))
     one_call = body.get("parallel_tool_calls") is False
     generation = await begin(
         front,

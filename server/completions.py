@@ -34,8 +34,8 @@ async def create(front: Front, http: HttpRequest) -> Response:
     request = parse_common(body, front.bounds, chat=False)
     front.metrics.note_unknown(request.unknown)
     refuse_plain_extras(body)
-    prompts = await front.workers.run(_encode_all, front, parse_prompts(body, front.limits.vocab_size))
-    grammar = await front.checked_grammar(await front.workers.run(front.text.plain_constraint, body))
+    prompts = await front.workers.run(_encode_all, front, parse_prompts(body, front.limits.vocab_size), inline=http.state.small_body)
+    grammar = await front.checked_grammar(await front.workers.run(front.text.plain_constraint, body, inline=http.state.small_body))
     limits = [resolve_max_tokens(front, request, len(ids), DEFAULT_TOKENS) for ids in prompts]
     generations: list[Generation] = []
 

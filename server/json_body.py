@@ -14,11 +14,12 @@ from server.workers import Workers
 
 IDLE_TIMEOUT_S = 60.0
 MAX_DEPTH = 64
+SMALL_BYTES = 4 * 1024  # rendering and tokenising this much takes about a millisecond
 INLINE_BYTES = 64 * 1024  # decoding up to this size takes well under a millisecond; larger bodies go to a worker
 
 
 async def read_object(request: Request, max_bytes: int, workers: Workers) -> dict[str, Any]:
-    """The body as a JSON object.
+    """The body as a JSON object. Notes in `request.state.small_body` whether work on its text may run on the event loop.
 
     Raises:
         ApiError: 413 too large (also for chunked bodies, while reading), 408 too slow, 415 other content type.
@@ -26,6 +27,7 @@ async def read_object(request: Request, max_bytes: int, workers: Workers) -> dic
     """
     check_content_type(request)
     data = await read_bytes(request, max_bytes)
+    request.state.small_body = len(data) <= SMALL_BYTES
     value = decode(data) if len(data) <= INLINE_BYTES else await workers.run(decode, data)
     if not isinstance(value, dict):
         raise BadRequest(None, "the body must be a JSON object", "invalid_json")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from engine.request import FinishReason, Output, Request
 from server import protocol
@@ -24,6 +23,7 @@ from server.tickets import Ticket
 from server.totals import Record, added, counters_only, empty_record, merged
 
 OPERATION_TIMEOUT_S = 30.0
+MAX_BATCH = 64  # messages applied before the streams get a turn
 log = logging.getLogger("front")
 
 
@@ -64,7 +64,8 @@ class RankPool:
         self._owners: dict[str, tuple[Ticket, int]] = {}
         self._operations: dict[int, asyncio.Future[protocol.Reply]] = {}
         self._numbers = itertools.count(1)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
+        self._look = asyncio.Event()
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
@@ -239,15 +240,31 @@ class RankPool:
     def _send(self, rank: int, message: protocol.ToRank) -> None:
         # ROUTER with unlimited buffers: a send to a connected rank completes at once, one to a rank that is gone is dropped.
         self._socket.send_multipart([protocol.rank_address(rank, self.generation), protocol.encode(message)], zmq.NOBLOCK)
+        self._look.set()  # a send may swallow the notice that something arrived
 
     async def receive_forever(self) -> None:
+        """Apply what arrives. The socket's descriptor only tells that its state changed, so every notice is followed by reading all."""
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._look.set)
         while True:
-            address, data = await self._socket.recv_multipart()
-            rank, generation = protocol.parse_address(address)
-            self.begin_generation(generation)
-            if generation < self.generation:
-                continue
+            self._look.clear()
+            for _ in range(MAX_BATCH):
+                if not self._receive():
+                    break
+            else:
+                self._look.set()
+                await asyncio.sleep(0)  # let the streams write what has arrived
+            await self._look.wait()
+
+    def _receive(self) -> bool:
+        try:
+            address, data = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        rank, generation = protocol.parse_address(address)
+        self.begin_generation(generation)
+        if generation == self.generation:
             self._apply(self.ranks[rank], protocol.decode_from_rank(data))
+        return True
 
     def _apply(self, view: RankView, message: protocol.FromRank) -> None:
         match message:

@@ -15,7 +15,10 @@ class Workers:
     def __init__(self, threads: int = MAX_THREADS) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
 
-    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object, inline: bool = False) -> T:
+        """`inline`: the work is small enough for the event loop's own thread, and a hop to another one would cost more."""
+        if inline:
+            return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
