@@ -1,0 +1,228 @@
+"""The compiled CPU step against the eager path, and its independence of batch and chunks."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from csrc.loader import BuildError
+from engine.batch import Batch, LogitRows, StepKind
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from engine.models.draft import DraftSlice
+from engine.models.numerics import Numerics
+from tests.models.golden import PROMPTS, Seq, decode, golden_runner, prefill
+from tests.models.tiny_configs import small_config
+
+EXACT = 1e-4
+KEEP = 24
+FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def pair(precision="F", **changes):
+    """(eager, compiled) runners of the same model."""
+    both = golden_runner(precision, enforce_eager=True, **changes), golden_runner(precision, **changes)
+    assert both[0].native.model is None
+    assert both[1].native.model is not None, both[1].native.status
+    return both
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return pair(draft=True)
+
+
+def chunk_lengths(total):
+    return st.lists(st.integers(1, 48), min_size=1, max_size=12).map(lambda parts: [*parts, total])
+
+
+def in_chunks(runner, ids, slot, chunks):
+    seq, out = Seq(runner, ids, slot), []
+    for length in chunks:
+        if seq.done < len(ids):
+            out.append(prefill(seq, [length]))
+    return torch.cat(out)
+
+
+@FEW
+@given(chunks=chunk_lengths(130), number=st.integers(0, 3))
+def test_chunks_give_the_logits_of_the_eager_path(plain, chunks, number):
+    eager, native = (in_chunks(runner, PROMPTS[number], 1, [*chunks, 300]) for runner in plain)
+    assert (eager - native).abs().max() <= EXACT
+
+
+@FEW
+@given(chunks=chunk_lengths(201))
+def test_chunks_and_batch_mates_do_not_change_a_bit(plain, chunks):
+    native = plain[1]
+    whole = in_chunks(native, PROMPTS[3][:201], 1, [201])
+    assert torch.equal(in_chunks(native, PROMPTS[3][:201], 2, chunks), whole)
+    seqs = [Seq(native, ids, slot) for slot, ids in enumerate((PROMPTS[1], PROMPTS[3][:201], PROMPTS[2]), start=3)]
+    logits = native.run(Batch(StepKind.PREFILL, [s.slice(len(s.ids)) for s in seqs])).split([len(s.ids) for s in seqs])
+    assert torch.equal(logits[1], whole)
+
+
+def test_decode_steps_of_ragged_batches_equal_the_eager_path(plain):
+    rows = []
+    for runner in plain:
+        seqs = [Seq(runner, [*ids, *PROMPTS[3][:20]], slot) for slot, ids in enumerate(PROMPTS, start=1)]
+        for seq, ids in zip(seqs, PROMPTS, strict=True):
+            prefill(seq, [len(ids) - 1])
+        rows.append(torch.stack([decode(seqs) for _ in range(20)]))
+    assert (rows[0] - rows[1]).abs().max() <= EXACT
+
+
+def test_a_decode_row_alone_has_the_bits_of_a_batch(plain):
+    native = plain[1]
+    alone = [decode_after_prefill(native, [n])[0] for n in range(4)]
+    together = decode_after_prefill(native, [0, 1, 2, 3])
+    assert all(torch.equal(one, many) for one, many in zip(alone, together, strict=True))
+
+
+def decode_after_prefill(runner, numbers):
+    seqs = [Seq(runner, PROMPTS[n], n + 1) for n in numbers]
+    for seq in seqs:
+        prefill(seq, [len(seq.ids) - 1])
+    return decode(seqs)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+@pytest.mark.parametrize("start", [60, 61])
+def test_several_rows_per_sequence_equal_single_steps_bit_for_bit(plain, start, rows):
+    native, ids = plain[1], PROMPTS[2]
+    one, two = Seq(native, ids, 1), Seq(native, ids, 2)
+    prefill(one, [start]), prefill(two, [start])
+    assert torch.equal(decode([one], rows, StepKind.VERIFY)[0], torch.cat([decode([two])[0] for _ in range(rows)]))
+
+
+@pytest.mark.parametrize("mode", ["mask", "compact"])
+@pytest.mark.parametrize("chunks", [[130], [33, 33, 33, 31], [105, 1, 24], [129, 1]])
+def test_truncated_prefill_equals_the_eager_path(mode, chunks):
+    rows = []
+    for runner in pair(yoco_mode=mode, yoco_keep_tokens=KEEP):
+        seq = Seq(runner, PROMPTS[2] + PROMPTS[1], 1, total_len=130)
+        for length in chunks:
+            wanted = LogitRows.LAST if seq.done + length == 130 else LogitRows.NONE
+            last = runner.run(Batch(StepKind.PREFILL, [seq.slice(seq.done + length, wanted)]))
+        rows.append(torch.cat([last, *(decode([seq])[0] for _ in range(20))]))
+    assert (rows[0] - rows[1]).abs().max() <= EXACT
+
+
+def test_fake_quantised_steps_differ_only_on_rounding_edges():
+    eager, native = pair("Fq")
+    for number in range(3):
+        a, b = (in_chunks(runner, PROMPTS[number], 1, [61, 300]) for runner in (eager, native))
+        error = (a - b).abs().amax(1)
+        assert (error <= 1e-3).float().mean() >= 0.9
+        assert error.max() <= 0.5
+
+
+def test_caches_hold_the_same_numbers(plain):
+    eager, native = plain
+    for runner in plain:
+        prefill(Seq(runner, PROMPTS[2], 1), [61, 69])
+    table = Seq(native, PROMPTS[2], 1).table[:9]
+    assert (eager.kv.blocks[table].view(torch.float32) - native.kv.blocks[table].view(torch.float32)).abs().max() <= EXACT
+    ring = slice(native.kv.ring_rows, 2 * native.kv.ring_rows)
+    assert (eager.kv.rings[:, ring] - native.kv.rings[:, ring]).abs().max() <= EXACT
+
+
+def test_drafts_equal_the_eager_path(plain):
+    slices = [DraftSlice(9, 129, 1), DraftSlice(3, 64, 2, 10), DraftSlice(4, 2, 3)]
+    outputs = []
+    for runner in plain:
+        for slot, length in ((1, 130), (2, 65), (3, 3)):
+            prefill(Seq(runner, PROMPTS[2], slot), [length])
+        outputs.append(runner.draft(slices))
+        chosen = runner.draft(slices, lambda place, logits: logits.argmin(-1))
+        outputs[-1] = (outputs[-1], chosen)
+    for eager, native in zip(*outputs, strict=True):
+        assert eager.token_ids.tolist() == native.token_ids.tolist()
+        assert (eager.logits - native.logits).abs().max() <= EXACT
+        assert (eager.confidence - native.confidence).abs().max() <= EXACT
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 8, "o_groups": 4, "index_n_heads": 12, "moe_intermediate_size": 96}])
+def test_other_sizes_and_restricted_candidates_equal_the_eager_path(tmp_path, changes):
+    """Random weights: head counts that do not fill a vector, and a context that leaves only some blocks as candidates."""
+    (tmp_path / "config.json").write_text(json.dumps(small_config(candidate_topk_blocks=2, **changes)))
+    ids = [(7 * i * i + 3) % 500 for i in range(150)]
+    rows = []
+    for eager in (True, False):
+        config = EngineConfig(model=str(tmp_path), load_format="dummy", block_size=16, num_blocks=40, max_num_seqs=2, enforce_eager=eager)
+        runner = ModelRunner(config)
+        assert runner.native.wait() is not eager
+        seq = Seq(runner, ids, 1)
+        rows.append(torch.cat([prefill(seq, [77, 60]), *(decode([seq])[0] for _ in range(13))]))
+    assert rows[0].std() > 0.1
+    assert (rows[0] - rows[1]).abs().max() <= EXACT
+
+
+def test_nan_in_a_visible_key_reaches_the_logits(plain):
+    native = plain[1]
+    seq = Seq(native, PROMPTS[2], 1)
+    prefill(seq, [40])
+    native.kv.rings[0, native.kv.ring_rows + 39 % native.kv.ring_rows] = float("nan")
+    assert not decode([seq])[0].isfinite().any()
+
+
+def test_rows_without_logits_give_none(plain):
+    seq = Seq(plain[1], PROMPTS[2], 1)
+    assert plain[1].run(Batch(StepKind.PREFILL, [seq.slice(9, LogitRows.NONE)])).shape == (0, 512)
+
+
+def test_profiles_and_devices_that_the_step_does_not_cover_stay_eager():
+    assert golden_runner("B").native.status == "eager: the precision is neither F nor Fq"
+    assert golden_runner("F", enforce_eager=True).native.status == "eager: engine.enforce_eager is set"
+    assert Numerics.of("Fq").dtype is torch.float32
+
+
+def test_missing_compiler_leaves_the_eager_path_with_the_reason(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runner = golden_runner("F", build_dir=str(tmp_path / "build"))
+    assert runner.native.status == "eager: no compiler c++ in PATH (install a C++20 compiler, for instance g++)"
+    assert "several times slower" in caplog.text
+    assert prefill(Seq(runner, PROMPTS[1], 1), [20]).isfinite().all()
+
+
+def test_failing_build_in_the_background_leaves_the_eager_path(monkeypatch, tmp_path):
+    def broken(build_dir):
+        raise BuildError("cpu_step does not compile: error: no", hint="the whole output is in the log")
+
+    monkeypatch.setattr("engine.native_start.is_built", lambda build_dir: False)
+    monkeypatch.setattr("engine.native_start.load_library", broken)
+    runner = golden_runner("F")
+    assert runner.native.wait() is False
+    assert runner.native.status.startswith("eager: cpu_step does not compile: error: no")
+
+
+def test_steps_run_eagerly_until_the_build_is_done(monkeypatch):
+    import threading
+
+    from engine import native_start
+
+    gate, load = threading.Event(), native_start.load_library
+
+    def slow(build_dir):
+        gate.wait(60)
+        return load(build_dir)
+
+    monkeypatch.setattr("engine.native_start.is_built", lambda build_dir: False)
+    monkeypatch.setattr("engine.native_start.load_library", slow)
+    config = EngineConfig(model=str(golden_model()), block_size=16, num_blocks=200, max_num_seqs=6)
+    runner = ModelRunner(config)
+    seq = Seq(runner, PROMPTS[2], 1)
+    assert runner.native.model is None
+    before = prefill(seq, [61])
+    gate.set()
+    assert runner.native.wait(60)
+    seq.done = 0
+    assert (prefill(seq, [61]) - before).abs().max() <= EXACT
+
+
+def golden_model():
+    from tests.models.tiny_configs import GOLDEN
+
+    return GOLDEN / "tiny-a-bf16"
