@@ -44,7 +44,7 @@ class EngineConfig:
     ops: str = knob("auto", "Kernel choice: auto, or op:backend pairs, comma separated.", common=True)
     build_dir: str = knob("", "Where native model code for CPUs is built; empty is the user's cache directory.")
     seed: int = knob(0, "Seed of dummy weights and of requests without a seed of their own.")
-    num_threads: int | str = knob("auto", "CPU threads of the model; auto is cores / ranks, at least 1.", ge=1)
+    num_threads: int | str = knob("auto", "CPU threads of the model; auto is (cores - 1) / ranks, at least 1.", ge=1)
 
     max_model_len: int | str = knob("auto", "Longest prompt plus output; auto is the checkpoint's limit.", unit="tokens", ge=1, common=True)
     max_num_seqs: int | str = knob(

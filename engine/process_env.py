@@ -23,8 +23,8 @@ def available_cores() -> int:
 
 
 def resolve_threads(num_threads: int | str, ranks: int) -> int:
-    """The setting `engine.num_threads`: a number, or "auto" = cores / ranks, at least 1."""
-    return max(1, available_cores() // ranks) if isinstance(num_threads, str) else num_threads
+    """The setting `engine.num_threads`: a number, or "auto" = (cores - 1) / ranks, at least 1: one core is for the server process."""
+    return max(1, (available_cores() - 1) // ranks) if isinstance(num_threads, str) else num_threads
 
 
 def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback: bool = True) -> dict[str, str]:
@@ -36,6 +36,11 @@ def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # A thread that spins at a barrier keeps the one it waits for off a core that other processes want too: with two threads and
+        # one busy neighbour a step takes fifty times as long.
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",  # its thread pool does not survive a fork and competes with the model
     }
     if loopback:

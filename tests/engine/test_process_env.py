@@ -8,13 +8,13 @@ from engine.process_env import available_cores, prepare_process, resolve_threads
 def test_automatic_threads_share_the_cores_among_ranks():
     cores = available_cores()
     assert cores >= 1
-    assert resolve_threads("auto", 1) == cores
+    assert resolve_threads("auto", 1) == max(1, cores - 1)
     assert resolve_threads("auto", 10 * cores) == 1
     assert resolve_threads(3, 8) == 3
 
 
 def test_variables_of_the_user_win(monkeypatch):
-    for name in ("MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TOKENIZERS_PARALLELISM"):
+    for name in ("MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -22,6 +22,12 @@ def test_variables_of_the_user_win(monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert "OMP_NUM_THREADS" not in changed
     assert changed["MKL_NUM_THREADS"] == "2"
+
+
+def test_waiting_threads_do_not_spin():
+    code = "import os, engine.process_env as e; e.prepare_process(2); assert os.environ['OMP_WAIT_POLICY'] == 'passive'"
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
 def test_preparing_the_process_does_not_load_torch():
