@@ -15,13 +15,14 @@ from engine.drafter import Drafter
 from engine.errors import ConfigError, RequestError
 from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
+from engine.models.draft import Choose, DraftSlice
 from engine.prefill_gate import PrefillGate
 from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
 from engine.spec_costs import StepWatch, measure
-from engine.spec_lengths import FixedLength, ThroughputLength
+from engine.spec_lengths import ThroughputLength
 from engine.structured_output import Matcher
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
@@ -40,6 +41,8 @@ class Runner(Protocol):
     kv: Any
 
     def run(self, batch: Batch) -> Any: ...
+
+    def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> Any: ...
 
 
 class Engine:
@@ -79,6 +82,9 @@ class Engine:
         self._watch = StepWatch(self.limits.device)
         self.drafter = _drafter(config, self.runner, limits.eos_token_ids)
         self.scheduler = Scheduler(limits, gate, self.cache, clock, self.drafter)
+        self._measured_path = ""
+        if self.drafter is not None and config.enable_mtp_varlen:
+            self._measure_costs(self.drafter)
         self.sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
         self.grammars = GrammarBuilds(self._grammar_compiler, clock)
         self._stop_token_ids = sorted(limits.eos_token_ids)
@@ -197,6 +203,8 @@ class Engine:
 
     def _speculate(self, step: Step, drafter: Drafter) -> Sampled:
         """A decode or verify step whose duration and acceptance decide about later drafts."""
+        if self._measured_path and self._measured_path != _path_of(self.runner):
+            self._measure_costs(drafter)
         watch = self._watch
         watch.start()
         logits = self.runner.run(step.batch)
@@ -222,6 +230,20 @@ class Engine:
             ConfigError: an interval below 1.
         """
         self.scheduler.gate.propose(attempt, any_)
+
+    def _measure_costs(self, drafter: Drafter) -> None:
+        """Take the cost curve of the model's present path, on blocks and slots that nobody owns. None free: ask again later."""
+        pools = self.scheduler.blocks
+        per_seq = pools.blocks_for(drafter.max_drafts + 1)
+        count = min(self.limits.max_num_seqs, pools.slots.num_free, pools.blocks.num_free // per_seq)
+        if count == 0:
+            return
+        slots, blocks = pools.slots.allocate(count), pools.blocks.allocate(count * per_seq)
+        places = [(slot, blocks[i * per_seq : (i + 1) * per_seq]) for i, slot in enumerate(slots)]
+        drafter.policy = ThroughputLength(measure(self.runner, drafter.max_drafts, places), drafter.max_drafts)
+        self._measured_path = _path_of(self.runner)
+        pools.blocks.free_all(blocks)
+        pools.slots.free_all(slots)
 
     @property
     def prefill_intervals(self) -> tuple[int, int]:
@@ -270,8 +292,13 @@ def _drafter(config: EngineConfig, runner: Any, end_token_ids: frozenset[int]) -
     num_drafts = min(config.num_draft_tokens, runner.limits.draft_block_size) if config.spec else 0
     if num_drafts == 0:
         return None
-    policy = ThroughputLength(measure(runner, num_drafts), num_drafts) if config.enable_mtp_varlen else FixedLength()
-    return Drafter(runner, num_drafts, end_token_ids, policy, config.confidence_temperatures(num_drafts))
+    return Drafter(runner, num_drafts, end_token_ids, temperatures=config.confidence_temperatures(num_drafts))
+
+
+def _path_of(runner: Any) -> str:
+    """Names how the model runs; another path costs something else. Runners with one path need no name."""
+    path: str = getattr(runner, "path", "only")
+    return path
 
 
 def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int, home: CacheHome | None) -> PrefixCacheLike | None:

@@ -92,6 +92,11 @@ class ModelRunner:
         reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
         self.native = NativeStart(config.build_dir, bind, reason)
 
+    @property
+    def path(self) -> str:
+        """How steps run at present; it changes when the compiled step is ready."""
+        return "eager" if self.native.model is None else "compiled"
+
     @torch.inference_mode()
     def run(self, batch: Batch, probe: Probe | None = None) -> Tensor:
         """Run one step. Returns [R, V] fp32 logits of the requested rows, in slice order.

@@ -108,25 +108,28 @@ class MeasuredRunner(Protocol):
 
 
 def measure(
-    runner: MeasuredRunner, max_drafts: int, clock: Callable[[], float] = time.perf_counter, budget_s: float = MEASURE_S
+    runner: MeasuredRunner,
+    max_drafts: int,
+    places: list[tuple[int, list[int]]],
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = MEASURE_S,
 ) -> CostModel:
-    """Time verify steps and drafts of growing size, with random tokens. Overwrites cache contents: call it before any request.
+    """Time verify steps and drafts of growing size, with random tokens.
 
+    places: a state slot and blocks for `max_drafts` + 1 tokens, for as many sequences as a step may have. They are overwritten.
     Larger sizes come last, so that a slow machine measures the small ones and extrapolates.
     """
-    limits = runner.limits
-    blocks_per_seq = -(-(max_drafts + 1) // runner.kv.block_size)
-    most = max(1, min(limits.max_num_seqs, limits.num_state_slots - 1, (limits.num_blocks - 1) // blocks_per_seq))
+    vocab_size = runner.limits.vocab_size
     rng = random.Random(0)
     deadline = clock() + budget_s
     steps, drafts = [], []
-    for size in _sizes(most * (max_drafts + 1)):
-        batch = _batch(size, max_drafts + 1, blocks_per_seq, limits.vocab_size, rng)
+    for size in _sizes(len(places) * (max_drafts + 1)):
+        batch = _batch(size, max_drafts + 1, places, vocab_size, rng)
         steps.append((size, _timed(partial(runner.run, batch), clock)))
-        if size <= most:
-            runner.run(_batch(size, 1, blocks_per_seq, limits.vocab_size, rng))  # drafts read what a step has left in the slots
-            places = [DraftSlice(rng.randrange(limits.vocab_size), 0, slot) for slot in range(1, size + 1)]
-            drafts.append((size, _timed(partial(runner.draft, places), clock)))
+        if size <= len(places):
+            runner.run(_batch(size, 1, places, vocab_size, rng))  # drafts read what a step has left in the slots
+            slices = [DraftSlice(rng.randrange(vocab_size), 0, slot) for slot, _ in places[:size]]
+            drafts.append((size, _timed(partial(runner.draft, slices), clock)))
         if clock() > deadline and len(steps) > 1:
             break
     return CostModel(Curve.of(steps), Curve.of(drafts))
@@ -140,14 +143,13 @@ def _sizes(most: int) -> list[int]:
     return [*sizes, most] if most > 1 else sizes
 
 
-def _batch(rows: int, rows_per_seq: int, blocks_per_seq: int, vocab_size: int, rng: random.Random) -> Batch:
+def _batch(rows: int, rows_per_seq: int, places: list[tuple[int, list[int]]], vocab_size: int, rng: random.Random) -> Batch:
     """A verify step of `rows` rows in as few sequences as hold them."""
     slices = []
-    for slot, begin in enumerate(range(0, rows, rows_per_seq), 1):
+    for (slot, blocks), begin in zip(places, range(0, rows, rows_per_seq), strict=False):
         count = min(rows_per_seq, rows - begin)
         ids = [rng.randrange(vocab_size) for _ in range(count)]
-        table = list(range(1 + (slot - 1) * blocks_per_seq, 1 + slot * blocks_per_seq))
-        slices.append(SequenceSlice(ids, 0, count, table, slot, (), 0, LogitRows.ALL))
+        slices.append(SequenceSlice(ids, 0, count, blocks, slot, (), 0, LogitRows.ALL))
     return Batch(StepKind.VERIFY, slices)
 
 

@@ -78,10 +78,13 @@ def test_sampler_time_is_the_median_of_the_same_number_of_sequences_else_of_all(
     assert (cost.sampler_s(3), cost.sampler_s(7)) == (3.0, 8.0)
 
 
+PLACES = [(slot, [2 * slot, 2 * slot + 1]) for slot in range(1, 5)]
+
+
 def test_measuring_covers_the_largest_step_and_leaves_the_runner_usable():
     now = iter(np.arange(0, 1e4, 0.001))
     runner = FakeRunner(LIMITS)
-    cost = measure(runner, 5, clock=lambda: next(now), budget_s=100.0)
+    cost = measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=100.0)
     assert cost.step_s(np.array([24]), 4)[0] == pytest.approx(0.001)
     rows = {sum(len(piece.token_ids) for piece in batch.slices) for batch in runner.batches}
     assert rows == {1, 2, 4, 8, 16, 24}
@@ -91,7 +94,7 @@ def test_measuring_covers_the_largest_step_and_leaves_the_runner_usable():
 def test_measuring_stops_when_its_time_is_over():
     now = iter(np.arange(0, 1e4, 0.2))
     runner = FakeRunner(LIMITS)
-    measure(runner, 5, clock=lambda: next(now), budget_s=1.0)
+    measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=1.0)
     assert {batch.num_tokens for batch in runner.batches} == {1, 2}
 
 
@@ -269,6 +272,29 @@ def test_coupled_output_does_not_depend_on_lengths(seed):
     engine = make_engine(2.0)
     engine.drafter.policy = Moody()
     assert_same(run(engine, requests, arrive=rng), plain)
+
+
+def test_costs_are_measured_again_when_the_model_takes_another_path():
+    limits = FakeLimits(max_model_len=100, num_blocks=80, max_num_seqs=2, draft_block_size=5)
+    runner = FakeRunner(limits, draft_noise=2.0)
+    runner.path = "slow"
+    engine = Engine(EngineConfig(), HiCacheConfig(size_gb=0), runner=runner)
+    first = engine.drafter.policy
+    requests = random_requests(random.Random(4), 2, ignore_eos=True, max_tokens=40, min_tokens=0, stop_token_ids=())
+    plain = run(make_engine(spec=False, limits=limits), requests)
+    for request in requests:
+        engine.add_request(request)
+    outputs = {request.request_id: [] for request in requests}
+    for step in range(500):
+        runner.path = "slow" if step < 5 else "fast"
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        assert (engine.drafter.policy is first) or step >= 5
+        if engine.idle:
+            break
+    assert engine.drafter.policy is not first
+    assert_same(outputs, plain)
+    assert engine.scheduler.blocks.blocks.num_used == 0
 
 
 def test_the_engine_measures_and_decides_by_itself():
