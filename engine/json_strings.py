@@ -13,9 +13,10 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0", "a": "\a"}
 _HEX_DIGITS = {"x": 2, "u": 4}
-# One character of a string with length limits, as the library prints its rule, and as JSON has it.
+# One character of a string with length limits, as the library prints its rule, and without those that JSON escapes. An alternative for
+# escapes would make every repetition of the rule slow.
 _PRINTED = r"(([^\"\\\r\n]))"
-_MENDED = r'(([^\"\\\0-\x1f]) | ("\\" [\"\\/bfnrt]))'
+_MENDED = r'(([^\"\\\0-\x1f]))'
 _CHARACTER_RULE = re.compile(r"^(\S*characters(?:_\d+)* ::= )" + re.escape(_PRINTED) + "$", re.MULTILINE)
 
 
@@ -46,7 +47,7 @@ def check_strings(schema: Any) -> None:
 
 
 def mend_characters(grammar: str) -> str:
-    """A grammar in the library's EBNF in which strings with length limits hold JSON's characters and escapes, each counted as one."""
+    """A grammar in the library's EBNF in which strings with length limits hold only characters that JSON takes as they are."""
     return _CHARACTER_RULE.sub(lambda match: match[1] + _MENDED, grammar)
 
 

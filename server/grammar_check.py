@@ -57,10 +57,15 @@ class GrammarCheck:
         """Process id of the running worker."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    def close(self) -> None:
-        """End the worker; a later check starts another."""
-        if self._process is not None and self._process.returncode is None:
+    async def close(self) -> None:
+        """End the worker and wait for it; a later check starts another."""
+        if self._process is None or self._reader is None:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._process.returncode is None:
             self._process.kill()
+        await self._reader
 
     async def check(self, constraint: Constraint, vocab_size: int, eos_id: int) -> None:
         """Return when a grammar can be given to a rank.

@@ -44,7 +44,7 @@ async def check(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gramm
     write_text_files(Path(folder))
     made = GrammarCheck(str(folder))
     yield made
-    made.close()
+    await made.close()
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
