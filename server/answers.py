@@ -42,7 +42,7 @@ def usage(ticket: Ticket, choices: list[Choice]) -> dict[str, Any]:
     """Always numbers. The prompt counts once, output of all choices is summed."""
     completion = sum(choice.num_tokens for choice in choices)
     reasoning = sum(choice.parser.reasoning_tokens for choice in choices)
-    return usage_of(ticket.prompt_len, completion, ticket.cached_tokens, reasoning)
+    return usage_of(ticket.prompt_len, completion, ticket.cached_tokens, reasoning, ticket.drafted, ticket.accepted)
 
 
 def timing_of(ticket: Ticket) -> dict[str, Any]:
@@ -52,13 +52,17 @@ def timing_of(ticket: Ticket) -> dict[str, Any]:
     return {**parts, "first_output_s": first_s, "drafted_tokens": ticket.drafted, "accepted_tokens": ticket.accepted}
 
 
-def usage_of(prompt: int, completion: int, cached: int, reasoning: int) -> dict[str, Any]:
+def usage_of(prompt: int, completion: int, cached: int, reasoning: int, drafted: int = 0, accepted: int = 0) -> dict[str, Any]:
+    """drafted, accepted: tokens that speculation verified and kept; their fields are there only when it verified some."""
+    details = {"reasoning_tokens": reasoning}
+    if drafted:
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "completion_tokens_details": details,
         "prompt_cache_hit_tokens": cached,
         "prompt_cache_miss_tokens": prompt - cached,
     }

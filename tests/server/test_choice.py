@@ -1,6 +1,7 @@
 """A choice gets several tokens per step when drafts are kept; it must end where it would have ended with one."""
 
 from engine.request import FinishReason, Output, TokenLogprob
+from server.answers import usage_of
 from server.choice import Choice, EndRules
 
 
@@ -60,3 +61,13 @@ def test_blocks_without_a_stop_are_taken_whole():
     choice = fed([Output("r", [4, 5]), block])
     assert choice.token_ids == [4, 5, 7, 8, 1]
     assert (choice.finish_reason, choice.stop_reason, choice.stopped_early) == ("stop", None, False)
+
+
+def test_usage_tells_what_speculation_did_only_when_it_did_something():
+    plain = usage_of(10, 5, 0, 2)["completion_tokens_details"]
+    assert plain == {"reasoning_tokens": 2}
+    assert usage_of(10, 5, 0, 2, drafted=8, accepted=3)["completion_tokens_details"] == {
+        "reasoning_tokens": 2,
+        "accepted_prediction_tokens": 3,
+        "rejected_prediction_tokens": 5,
+    }
