@@ -91,11 +91,15 @@ def _check_cache(
     growth: Annotated[int, typer.Option("--growth", metavar="N", min=1, help="Tokens that each later turn adds.")] = 300,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer of a turn.")] = 32,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the conversation's text.")] = 0,
+    programme: Annotated[
+        bool, typer.Option("--programme", help="Growth, edits, forks, aborts, eviction and faults: minutes. Empties the cache.")
+    ] = False,
 ) -> int:
     """Prove on a live server that the prefix cache changes no token, and show how much time it saves.
 
       dix check-cache
       dix check-cache --port 8901 --turns 3
+      dix check-cache --programme
 
     Exit code 0: same tokens, and later turns hit. 1: a token differs, or a stored page was damaged. 5: no later turn hit, nothing proved.
     Next: dix cache stats
@@ -104,11 +108,37 @@ def _check_cache(
         raise ConfigError(f"--prompt-tokens is {prompt_tokens}", hint=f"{LEAST} is the shortest prompt that can hit")
     api = connect(call, port, url)
     model = api.model()
+    if programme:
+        return run_programme(call, api, model, max_tokens, seed)
     before = read_checksum_errors(api)
     results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
     damaged = read_checksum_errors(api) - before
     code = judge(results, damaged)
     show(call, model, api.url, results, damaged, code)
+    return code
+
+
+def run_programme(call: Invocation, api: Api, model: str, max_tokens: int, seed: int) -> int:
+    from deepinfer_cli.cache_programme import Part, Programme
+
+    def cells(part: Part) -> tuple[Any, ...]:
+        share = f"{part.share:.1%}" if part.share is not None else None
+        numbers = (f"{n:,}" for n in (part.prompts, part.prompt_tokens, part.hit_tokens, part.possible_tokens))
+        return (part.name, *numbers, share, "; ".join(part.wrong) or f"same ({part.output_tokens:,})", part.note)
+
+    parts = Programme(api, model, max_tokens, seed, tokens_of, read_checksum_errors, lambda name: call.ui.note(name, "quiet")).run()
+    wrong = [text for part in parts for text in part.wrong]
+    hits = sum(part.hit_tokens for part in parts)
+    code = ExitCode.NO if wrong else ExitCode.OK if hits else ExitCode.INVALID
+    if call.json:
+        records = [{**dataclasses.asdict(part), "share": part.share} for part in parts]
+        call.ui.document("dix.check-cache.programme/1", {"model": model, "url": api.url, "parts": records, "exit_code": int(code)})
+        return code
+    heads = ("PROMPTS", "PROMPT tok", "HIT tok", "POSSIBLE tok", "SHARE")
+    columns = [Column("PART", right=False), *(Column(head) for head in heads), Column("TOKENS", right=False), Column("NOTE", right=False)]
+    call.ui.table(columns, [cells(part) for part in parts])
+    verdict = "the cache changed no token, and every injected fault was noticed" if not wrong else f"{len(wrong)} findings"
+    call.ui.print(verdict if hits or wrong else "nothing proved: nothing came from the cache", "good" if code is ExitCode.OK else "bad")
     return code
 
 

@@ -22,13 +22,21 @@ class FakeServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, *, fault: str = "", cache: str = "works", ours: bool = True, only_turn: int | None = None, rank_header: bool = False
+        self,
+        *,
+        fault: str = "",
+        cache: str = "works",
+        ours: bool = True,
+        only_turn: int | None = None,
+        rank_header: bool = False,
+        faulty: bool = False,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.fault, self.cache, self.ours, self.only_turn, self.rank_header = fault, cache, ours, only_turn, rank_header
         self.states: list[tuple[list[str], set[int]]] = []
         self.requests: list[dict[str, Any]] = []
         self.hits = self.looked = self.prompts = self.generated = self.damaged = self.resets = 0
+        self.faulty, self.armed = faulty, ""
         self.lock = threading.Lock()
         self.released = threading.Event()
 
@@ -66,11 +74,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
         if self.path == "/tokenize" and self.server.ours:
-            self._json({"count": len(words_of(body)), "tokens": list(range(len(words_of(body))))})
+            self._json({"count": len(words_of(body)), "tokens": [zlib.crc32(word.encode()) for word in words_of(body)]})
         elif self.path == "/reset_prefix_cache" and self.server.ours:
             self.server.states.clear()
             self.server.resets += 1
             self._json({})
+        elif self.path == "/deepinfer/debug/fault" and self.server.faulty:
+            self.server.armed = body["kind"]
+            self._json({"ranks": [{}]})
         elif self.path == "/deepinfer/cache/explain" and self.server.ours:
             self._json(explained(len(words_of(body))))
         elif self.path == "/v1/chat/completions":
@@ -107,6 +118,12 @@ class Handler(BaseHTTPRequestHandler):
             s.looked += len(prompt)
             s.hits += best
             s.damaged += s.cache == "damaged" and best > 0
+            if best and s.armed:
+                if s.armed != "delay" and s.cache != "blind":
+                    s.damaged, best = s.damaged + 1, 0
+                elif s.armed == "delay":
+                    time.sleep(0.05)
+                s.armed = ""
         return best
 
     def _chat(self, body: dict[str, Any]) -> None:
