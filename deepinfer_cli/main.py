@@ -30,6 +30,7 @@ COMMANDS = {
     "render": Lazy(f"{HERE}.render:render", "Show the exact prompt that a chat body becomes."),
     "check-cache": Lazy(f"{HERE}.check_cache:check_cache", "Prove on a live server that the prefix cache changes no token."),
     "cache": Lazy(f"{HERE}.cache:TABLE", "Look at the prefix cache of a live server.", group=True),
+    "tune": Lazy(f"{HERE}.tune:TABLE", "Find the best value of a setting on a running server.", group=True),
     "bench": Lazy(f"{HERE}.bench:TABLE", "Measure a server and keep the run.", group=True),
     "report": Lazy(f"{HERE}.report:report", "Show, compare and export runs."),
     "model": Lazy(f"{HERE}.model:TABLE", "Make, inspect and verify model directories.", group=True),

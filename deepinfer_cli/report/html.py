@@ -22,12 +22,17 @@ def page(summaries: Sequence[Summary], result: Result | None = None) -> str:
     shown = list(summaries)
     title = f"dix report · {', '.join(dict.fromkeys(str(s.run.get('recipe')) for s in shown))}"
     stamps = sorted({s.stamp for s in shown if s.stamp})
-    parts = [_banner(stamp) for stamp in stamps]
+    parts = [banner(stamp) for stamp in stamps]
     if result is not None:
         parts.append(_comparison(result))
     parts += [_run(summary) for summary in shown]
     parts.append("<h2>Figures</h2>")
-    parts += [_figure(figure) for figure in figures(shown)]
+    parts += [figure_html(figure) for figure in figures(shown)]
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A page around its parts."""
     made = time.strftime("%Y-%m-%d %H:%M %Z")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -37,7 +42,7 @@ def page(summaries: Sequence[Summary], result: Result | None = None) -> str:
     )
 
 
-def _banner(stamp: str) -> str:
+def banner(stamp: str) -> str:
     text = f"{stamp[0].upper() + stamp[1:]}: measured on the embedded toy model. The numbers show that everything works."
     return f'<p class="banner">{escape(text)}</p>'
 
@@ -88,7 +93,7 @@ def _comparison(result: Result) -> str:
     return f"<article><h2>Comparison</h2>{banner}{table(comparison_grid(result))}{notes}</article>"
 
 
-def _figure(figure: Figure) -> str:
+def figure_html(figure: Figure) -> str:
     keys = "".join(f'<li><i class="s{color % 6}"></i>{escape(name)}</li>' for color, name in figure.legend)
     legend = f'<ul class="legend">{keys}</ul>' if keys else ""
     return (

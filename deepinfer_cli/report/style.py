@@ -49,6 +49,7 @@ svg .grid{stroke:var(--line);stroke-width:1}
 svg .axis{stroke:var(--quiet);stroke-width:1}
 svg .mark{stroke:var(--bad);stroke-width:1.5;opacity:.7}
 svg .stroke{fill:none;stroke-width:2;stroke-linejoin:round}
+svg .dashed{stroke-dasharray:5 4}
 svg .dot{fill-opacity:.75;stroke:none}
 .stroke.s0{stroke:var(--s0)}.stroke.s1{stroke:var(--s1)}.stroke.s2{stroke:var(--s2)}
 .stroke.s3{stroke:var(--s3)}.stroke.s4{stroke:var(--s4)}.stroke.s5{stroke:var(--s5)}

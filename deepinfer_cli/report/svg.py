@@ -67,6 +67,7 @@ class Series:
     y: Sequence[float]
     texts: Sequence[str] = field(default_factory=tuple)
     color: int = 0
+    dashed: bool = False
 
 
 class Canvas:
@@ -86,8 +87,8 @@ class Canvas:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self.add(f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
 
-    def x_axis(self, scale: Scale, y: float, top: float, name: str, *, grid: bool = True) -> None:
-        for tick in scale.ticks():
+    def x_axis(self, scale: Scale, y: float, top: float, name: str, *, grid: bool = True, ticks: Sequence[float] | None = None) -> None:
+        for tick in scale.ticks() if ticks is None else ticks:
             at = scale(tick)
             if grid:
                 self.line(at, top, at, y, "grid")
@@ -180,6 +181,25 @@ def scatter_chart(title: str, series: Sequence[Series], x_name: str, y_name: str
     for s in series:
         for i, (a, b) in enumerate(zip(s.x, s.y, strict=True)):
             canvas.dot(x(a), y(b), s.color, s.texts[i] if i < len(s.texts) else s.name)
+    return canvas.svg()
+
+
+def line_chart(title: str, series: Sequence[Series], x_name: str, y_name: str, *, log: bool = False, ticks: Sequence[float] = ()) -> str:
+    """Lines through points, linear from zero in y; `log`: in x. `ticks`: where x is labelled, else round numbers."""
+    xs, ys = [v for s in series for v in s.x], [v for s in series for v in s.y]
+    if not xs:
+        return ""
+    low, high = (min(xs) * 0.9, max(xs) * 1.1) if log else (0.0, max(xs) * 1.05 or 1.0)
+    x = Scale(low, high, LEFT, WIDTH - RIGHT, log=log)
+    y = Scale(0.0, max(ys) * 1.08 or 1.0, HEIGHT - BOTTOM, TOP)
+    canvas = Canvas(title)
+    canvas.y_axis(y, LEFT, WIDTH - RIGHT, y_name)
+    canvas.x_axis(x, HEIGHT - BOTTOM, TOP, x_name, ticks=ticks or None)
+    for s in series:
+        points = [(x(a), y(b)) for a, b in zip(s.x, s.y, strict=True)]
+        canvas.path(points, s.color, "stroke dashed" if s.dashed else "stroke")
+        for i, (a, b) in enumerate(points):
+            canvas.dot(a, b, s.color, s.texts[i] if i < len(s.texts) else f"{s.name}: {s.y[i]:,.1f} at {label(s.x[i])}")
     return canvas.svg()
 
 

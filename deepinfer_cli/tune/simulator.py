@@ -1,0 +1,201 @@
+"""What a group of ranks would do with a load at given intervals: the engine's own gate, and step times that were measured.
+
+Pure: no clock, no process, no model. Every rank runs the same kind of step, so one gate stands for the gates of all ranks, which are
+equal by construction; a step takes as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.prefill_gate import PrefillGate
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds. vote_s: a step in which nobody computes. Decode: base and per sequence; prompt: base and per token.
+
+    wake_s: until an idle group has noticed that somebody has work. overhead_s: what the client's TTFT has beyond the engine's. tokens_per_step: above 1 with speculation.
+    """
+
+    vote_s: float
+    decode_s: float
+    decode_row_s: float
+    prompt_s: float
+    prompt_token_s: float
+    wake_s: float = 0.0
+    overhead_s: float = 0.0
+    tokens_per_step: float = 1.0
+
+    def decode(self, rows: int) -> float:
+        return self.decode_s + self.decode_row_s * rows if rows else 0.0
+
+    def prompt(self, tokens: int) -> float:
+        return self.prompt_s + self.prompt_token_s * tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Independent requests. arrivals_s: an open loop's starts; without any, `concurrency` at a time with `think_s` in between."""
+
+    prompt_tokens: int
+    output_tokens: int
+    count: int
+    arrivals_s: tuple[float, ...] = ()
+    concurrency: int = 1
+    think_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Simulated:
+    """One request: when it came, how many steps it waited before its first prompt step, when its first token came, and its gaps."""
+
+    at_s: float
+    rank: int
+    prompt_left: int
+    output_left: float
+    waited_steps: int = 0
+    started: bool = False
+    first_s: float = 0.0
+    last_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.at_s
+
+
+class Tally:
+    """The group as the gate sees it: every all-reduce returns what all ranks together said."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.said: list[int] = []
+
+    def max(self, values: list[int]) -> list[int]:
+        return self.said
+
+    def close(self) -> None:
+        return None
+
+
+class Rank:
+    """Queues of one rank. waiting: prompts not yet finished; running: sequences that decode."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Simulated] = deque()
+        self.running: list[Simulated] = []
+
+    @property
+    def load(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+
+class Simulation:
+    """Runs one workload to its end."""
+
+    def __init__(self, ranks: int, attempt: int, any_: int, costs: StepCosts, *, chunk_tokens: int = 8192, max_num_seqs: int = 256) -> None:
+        self._tally = Tally(ranks)
+        self._gate = PrefillGate(self._tally, attempt, any_)
+        self._costs, self._chunk, self._limit = costs, chunk_tokens, max_num_seqs
+        self._ranks = [Rank() for _ in range(ranks)]
+        self._now = 0.0
+        self._sent = 0
+        self._turn = 0  # ties between equally loaded ranks go round
+
+    def run(self, work: Workload) -> list[Simulated]:
+        """Every request, in order of arrival."""
+        done: list[Simulated] = []
+        coming = deque(work.arrivals_s if work.arrivals_s else [0.0] * min(work.concurrency, work.count))
+        while len(done) < work.count:
+            self._take_in(coming, work)
+            finished = self._step()
+            if finished is None:
+                self._now = coming[0]  # nobody has work: idle until somebody comes
+                self._take_in(coming, work)
+                self._now += self._costs.wake_s
+                continue
+            done += finished
+            if not work.arrivals_s:
+                starts = [self._now + work.think_s] * min(len(finished), work.count - self._sent - len(coming))
+                coming = deque(sorted([*coming, *starts]))
+        return sorted(done, key=lambda request: request.at_s)
+
+    def _take_in(self, coming: deque[float], work: Workload) -> None:
+        while coming and coming[0] <= self._now + 1e-12:
+            self._arrive(coming.popleft(), work)
+            self._sent += 1
+
+    def _arrive(self, at_s: float, work: Workload) -> None:
+        order = [(rank + self._turn) % len(self._ranks) for rank in range(len(self._ranks))]
+        rank = min(order, key=lambda index: self._ranks[index].load)
+        self._turn = rank + 1
+        self._ranks[rank].waiting.append(Simulated(at_s, rank, work.prompt_tokens, float(work.output_tokens)))
+
+    def _step(self) -> list[Simulated] | None:
+        """One iteration of the group; None when it is idle. Returns the requests that ended."""
+        wants = [bool(rank.waiting) and len(rank.running) < self._limit for rank in self._ranks]
+        unfinished, decoding = any(rank.load for rank in self._ranks), any(rank.running for rank in self._ranks)
+        self._tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0]
+        ballot = self._gate.vote(unfinished=unfinished, wants=any(wants), decoding=decoding)
+        if not ballot.unfinished:
+            return None
+        if ballot.prefill and any(wants):
+            self._gate.count_prompt_step()
+            return self._prompt_step()
+        self._gate.count_decode_step()
+        return self._decode_step()
+
+    def _prompt_step(self) -> list[Simulated]:
+        work_s, complete = 0.0, []
+        for rank in self._ranks:
+            budget = self._chunk
+            while rank.waiting and budget > 0 and len(rank.running) < self._limit:
+                request = rank.waiting[0]
+                request.started = True
+                piece = min(budget, request.prompt_left)
+                budget -= piece
+                request.prompt_left -= piece
+                if request.prompt_left:
+                    break
+                complete.append(rank.waiting.popleft())
+                rank.running.append(complete[-1])
+            work_s = max(work_s, self._costs.prompt(self._chunk - budget))
+        self._now += work_s + 2 * self._costs.vote_s  # the second vote: did anybody obtain work?
+        for request in complete:
+            request.first_s = request.last_s = self._now
+            request.output_left -= 1
+        return self._retire()
+
+    def _decode_step(self) -> list[Simulated]:
+        work_s = max(self._costs.decode(len(rank.running)) for rank in self._ranks)
+        self._now += work_s + self._costs.vote_s
+        for rank in self._ranks:
+            for request in rank.waiting:
+                request.waited_steps += not request.started
+            for request in rank.running:
+                request.gaps_s.append(self._now - request.last_s)
+                request.last_s = self._now
+                request.output_left -= self._costs.tokens_per_step
+        return self._retire()
+
+    def _retire(self) -> list[Simulated]:
+        ended = [request for rank in self._ranks for request in rank.running if request.output_left <= 1e-9]
+        for rank in self._ranks:
+            rank.running = [request for request in rank.running if request.output_left > 1e-9]
+        return ended
+
+
+def simulate(
+    work: Workload, *, ranks: int, attempt: int, any_: int, costs: StepCosts, chunk_tokens: int = 8192, max_num_seqs: int = 256
+) -> list[Simulated]:
+    """A fresh group does one workload. Times exclude `costs.overhead_s`, which callers add to a TTFT that they compare with a client's."""
+    return Simulation(ranks, attempt, any_, costs, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs).run(work)
+
+
+def mean_wait_steps(requests: Sequence[Simulated]) -> float:
+    return sum(request.waited_steps for request in requests) / len(requests)

@@ -1,0 +1,31 @@
+"""One value into `dix.toml`, leaving every other line as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def with_value(text: str, section: str, key: str, value: int, comment: str) -> str:
+    """The file's text with `key = value` in `[section]`: replaced where it stands, else below the section's head, else in a new section."""
+    line = f"{key} = {value}  # {comment}"
+    lines = text.splitlines()
+    head = next((i for i, found in enumerate(lines) if re.fullmatch(rf"\s*\[{section}\]\s*(#.*)?", found)), None)
+    if head is None:
+        return "\n".join([*lines, *([""] if lines else []), f"[{section}]", line]) + "\n"
+    end = next((i for i in range(head + 1, len(lines)) if lines[i].lstrip().startswith("[")), len(lines))
+    for i in range(head + 1, end):
+        if re.match(rf"\s*{key}\s*=", lines[i]):
+            return "\n".join([*lines[:i], line, *lines[i + 1 :]]) + "\n"
+    return "\n".join([*lines[: head + 1], line, *lines[head + 1 :]]) + "\n"
+
+
+def write_value(path: Path, section: str, key: str, value: int, comment: str) -> None:
+    """Replaces the file at once. Raises: OSError."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(with_value(text, section, key, value, comment), encoding="utf-8")
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)

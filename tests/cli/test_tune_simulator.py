@@ -1,0 +1,85 @@
+"""The simulator of prompt steps: waits follow the interval, chunks pay again, nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer_cli.tune.simulator import StepCosts, Workload, mean_wait_steps, simulate
+from tests.engine.simulation import make_scheduler, make_sequence, run_ranks, run_step
+
+COSTS = StepCosts(vote_s=0.001, decode_s=0.010, decode_row_s=0.0, prompt_s=0.020, prompt_token_s=0.0)
+LONE = Workload(prompt_tokens=128, output_tokens=1, count=5, think_s=1.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("any_", "steps"), [(100, 100), (10, 10), (2, 2), (1, 1)])
+def test_an_isolated_request_waits_one_any_interval(ranks: int, any_: int, steps: int) -> None:
+    requests = simulate(LONE, ranks=ranks, attempt=70, any_=any_, costs=COSTS)
+    assert [request.waited_steps for request in requests] == [steps] * 5
+    assert requests[0].ttft_s == pytest.approx(steps * 0.001 + 0.020 + 2 * 0.001)
+
+
+def test_one_rank_never_waits() -> None:
+    assert mean_wait_steps(simulate(LONE, ranks=1, attempt=70, any_=100, costs=COSTS)) == 0
+
+
+def test_every_chunk_of_a_long_prompt_waits_again() -> None:
+    long = Workload(prompt_tokens=4096, output_tokens=1, count=1)
+    (request,) = simulate(long, ranks=2, attempt=70, any_=100, costs=COSTS, chunk_tokens=1024)
+    assert request.ttft_s == pytest.approx(4 * (100 * 0.001 + 0.020 + 0.002))
+    (request,) = simulate(long, ranks=2, attempt=70, any_=2, costs=COSTS, chunk_tokens=1024)
+    assert request.ttft_s == pytest.approx(4 * (2 * 0.001 + 0.020 + 0.002))
+
+
+def test_a_larger_interval_trades_the_wait_of_prompts_for_the_gaps_of_answers() -> None:
+    work = Workload(prompt_tokens=64, output_tokens=200, count=12, arrivals_s=tuple(0.3 * i for i in range(12)))
+    often = simulate(work, ranks=2, attempt=1000, any_=2, costs=COSTS)
+    seldom = simulate(work, ranks=2, attempt=1000, any_=60, costs=COSTS)
+    assert sum(r.ttft_s for r in often) < sum(r.ttft_s for r in seldom)
+    assert sum(gap > 0.02 for r in often for gap in r.gaps_s) >= sum(gap > 0.02 for r in seldom for gap in r.gaps_s)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    attempt=st.integers(1, 80),
+    any_=st.integers(1, 120),
+    count=st.integers(1, 12),
+    gap_ms=st.integers(0, 200),
+    concurrency=st.integers(0, 5),
+    tokens_per_step=st.sampled_from([1.0, 2.5]),
+)
+def test_every_request_ends_in_order_of_time(
+    ranks: int, attempt: int, any_: int, count: int, gap_ms: int, concurrency: int, tokens_per_step: float
+) -> None:
+    arrivals = tuple(i * gap_ms / 1e3 for i in range(count)) if concurrency == 0 else ()
+    work = Workload(700, 9, count, arrivals, max(1, concurrency), 0.01)
+    costs = StepCosts(0.001, 0.01, 0.001, 0.01, 0.0001, tokens_per_step=tokens_per_step)
+    requests = simulate(work, ranks=ranks, attempt=attempt, any_=any_, costs=costs, chunk_tokens=256)
+    assert len(requests) == count
+    for request in requests:
+        assert request.first_s > request.at_s
+        assert request.last_s == pytest.approx(request.first_s + sum(request.gaps_s))
+        assert 1 + len(request.gaps_s) * tokens_per_step >= 9
+
+
+@pytest.mark.parametrize("any_", [100, 7, 2])
+def test_it_agrees_with_the_scheduler_of_the_engine(any_: int) -> None:
+    """Three scheduler threads in lockstep, one of them with one prompt: as many steps before its first token as simulated."""
+
+    def rank_main(group: object) -> int:
+        scheduler = make_scheduler(group, any_=any_)  # type: ignore[arg-type]
+        if group.rank == 1:  # type: ignore[attr-defined]
+            scheduler.add(make_sequence("lone", 8, max_tokens=1))
+        steps = 0
+        while True:
+            step, _ = run_step(scheduler)
+            if step.idle:
+                return steps
+            steps += 1
+
+    taken = run_ranks(3, rank_main)
+    (request,) = simulate(Workload(8, 1, 1), ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16)
+    assert taken == [request.waited_steps + 1] * 3
