@@ -18,11 +18,15 @@ def sorted_rows(index, width):
 
 
 def observed(mode, precision, number, chunk, checkpoint="tiny-a-bf16"):
+    """Stored numbers, what a probe saw of the eager path, and the logits of the compiled one."""
     stored = {k.removeprefix(f"p{number}."): v for k, v in vectors(mode).items() if k.startswith(f"p{number}.")}
     runner, probe = golden_runner(precision, checkpoint), Recorder()
-    seq = Seq(runner, PROMPTS[number], 1)
-    logits = prefill(seq, [chunk] * -(-len(seq.ids) // chunk), probe)
-    return stored, probe, logits
+    seq, again = Seq(runner, PROMPTS[number], 1), Seq(runner, PROMPTS[number], 2)
+    chunks = [chunk] * -(-len(seq.ids) // chunk)
+    eager = prefill(seq, chunks, probe)
+    if precision == "F":
+        assert (eager[stored["logits_positions"].long()] - stored["logits"]).abs().max() <= EXACT
+    return stored, probe, prefill(again, chunks)
 
 
 def differing_rows(stored, probe, name, layer):
