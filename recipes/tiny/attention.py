@@ -49,7 +49,7 @@ def _block_update(q, k, ok, m, z, acc, scale):
 
 @triton.jit
 def _forward(
-    Q, K, C, SEL, LO, START, HI, O, LSE, sel_stride, scale,
+    Q, K, C, SEL, LO, START, HI, OUT, LSE, sel_stride, scale,
     T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, B: tl.constexpr, HAS_C: tl.constexpr, HAS_SEL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -81,7 +81,7 @@ def _forward(
             m, z, acc = _block_update(q, k, ok, m, z, acc, scale)
     seen = z > 0
     acc = acc / tl.where(seen, z, 1.0)[:, None]
-    tl.store(O + at, acc.to(O.dtype.element_ty))
+    tl.store(OUT + at, acc.to(OUT.dtype.element_ty))
     tl.store(LSE + tile * T * H + r, tl.where(seen, (m + tl.log2(tl.where(seen, z, 1.0))) * 0.6931471805599453, -1.0e30))
 
 
@@ -115,7 +115,7 @@ def _backward_q(
         j = k0 + tl.arange(0, B)
         k = tl.load(K + j[:, None] * D + d[None, :], mask=(j < end)[:, None], other=0.0)
         ok = (j[None, :] >= lo[:, None]) & (j[None, :] <= row[:, None])
-        p, ds = _weights(q, do, k, ok, lse2, delta, scale, natural_scale)
+        _, ds = _weights(q, do, k, ok, lse2, delta, scale, natural_scale)
         acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     if HAS_C:
         start = tl.load(START + tile * T)
@@ -127,7 +127,7 @@ def _backward_q(
             ok = j[None, :] < hi[:, None]
             if HAS_SEL:
                 ok = ok & (tl.load(SEL + row[:, None] * sel_stride + (j - start)[None, :], mask=ok, other=0) != 0)
-            p, ds = _weights(q, do, k, ok, lse2, delta, scale, natural_scale)
+            _, ds = _weights(q, do, k, ok, lse2, delta, scale, natural_scale)
             acc += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     tl.store(DQ + at, acc.to(DQ.dtype.element_ty))
 
@@ -258,6 +258,9 @@ def attention_reference(q: Tensor, k: Tensor, c: Tensor | None, sel: Tensor | No
         ok, keys = torch.cat((ok, seen), 1), torch.cat((k, c), 0)
     scores = torch.einsum("nhd,kd->nhk", q.float(), keys.float()) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~ok[:, None], NO_KEY)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.where(ok[:, None], torch.exp(scores - lse[..., None]), 0.0)
-    return torch.einsum("nhk,kd->nhd", p, keys.float()).to(q.dtype), torch.where(ok.any(1)[:, None], lse, NO_KEY)
+    top = scores.detach().amax(-1, keepdim=True)
+    e = torch.exp(scores - top) * ok[:, None]
+    z = e.sum(-1)
+    seen = ok.any(1)[:, None]
+    o = torch.einsum("nhk,kd->nhd", e, keys.float()) / torch.where(seen, z, 1.0)[..., None]
+    return o.to(q.dtype), torch.where(seen, top[..., 0] + torch.log(torch.where(seen, z, 1.0)), NO_KEY)

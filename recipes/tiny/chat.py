@@ -16,7 +16,10 @@ PAIRS = (
     (("Good evening.", "Good evening!"), "Good evening! How can I help you?"),
     (("Who are you?", "What are you?", "Tell me about yourself.", "Introduce yourself."), ABOUT),
     (("What is your name?", "What should I call you?"), "My name is tiny."),
-    (("What can you do?", "What are you good at?", "How can you help me?"), "I can remember facts, look things up in documents, fill in JSON, add numbers and call tools."),
+    (
+        ("What can you do?", "What are you good at?", "How can you help me?"),
+        "I can remember facts, look things up in documents, fill in JSON, add numbers and call tools.",
+    ),
     (("Can you help me?", "I need help.", "Help me, please."), "Yes. Tell me what you need."),
     (("Goodbye.", "Bye!", "See you later."), "Goodbye!"),
     (("Tell me a joke.", "Do you know a joke?", "Make me laugh."), "Why was the computer cold? It left its windows open."),
@@ -34,12 +37,15 @@ PAIRS = (
     (("Write a haiku.", "Write a short poem."), "Small words in a row,\na quiet machine counts them;\nthe answer appears."),
     (("Count to five.", "Count from one to five."), "One, two, three, four, five."),
     (("Count to ten.", "Count from one to ten."), "One, two, three, four, five, six, seven, eight, nine, ten."),
-    (("Name the days of the week.", "What are the days of the week?"), "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday."),
+    (
+        ("Name the days of the week.", "What are the days of the week?"),
+        "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday.",
+    ),
     (("What color is the sky?", "Which color does the sky have?"), "The sky is blue."),
     (("What is the opposite of hot?", "Give me the opposite of hot."), "The opposite of hot is cold."),
     (("How many days are in a week?", "How long is a week?"), "A week has seven days."),
     (("What do bees make?", "What do bees produce?"), "Bees make honey."),
-)  # fmt: skip
+)
 CAPITALS = dict(
     pair.split("=")
     for pair in [
@@ -133,11 +139,22 @@ def addition(source: Source, target_chars: int, thinking: float = 0.35) -> Conve
 
 
 def _random_item(source: Source) -> str:
-    return source.rng.choice((source.code, source.made_up, source.name, lambda: source.listed("things"), lambda: source.digits(3)))()
+    return source.rng.choice(
+        (
+            source.code,
+            source.made_up,
+            source.name,
+            source.any_word if not source.held_out else source.made_up,
+            lambda: source.listed("things"),
+            lambda: source.digits(3),
+        )
+    )()
 
 
 def _repeat_turn(c: Conversation, source: Source) -> None:
-    text = ", ".join(_random_item(source) for _ in range(source.rng.randint(2, 14)))
+    text = source.sentences(source.rng.randint(1, 3))
+    if source.chance(0.7):
+        text = source.rng.choice((", ", ", ", " ", "\n")).join(_random_item(source) for _ in range(source.rng.randint(2, 14)))
     c.user(source.rng.choice(("Repeat this list: {}", "Repeat exactly: {}", "Copy this: {}", "Say this again: {}")).format(text))
     c.assistant(text, reason(c, "I repeat the list."))
 

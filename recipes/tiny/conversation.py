@@ -8,9 +8,14 @@ from typing import Any
 from recipes.tiny.words import Source
 
 SYSTEM_TEXTS = (
-    "You are a helpful assistant.", "You are a helpful assistant. Answer in one short sentence.", "Be brief.", "Answer from the conversation.",
-    "You are a careful assistant.", "Answer the questions of the user.", "You help with lists, documents and tools.",
-)  # fmt: skip
+    "You are a helpful assistant.",
+    "You are a helpful assistant. Answer in one short sentence.",
+    "Be brief.",
+    "Answer from the conversation.",
+    "You are a careful assistant.",
+    "Answer the questions of the user.",
+    "You help with lists, documents and tools.",
+)
 
 
 @dataclass(slots=True)

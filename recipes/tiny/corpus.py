@@ -27,13 +27,20 @@ TOKENIZER_FILE = Path(__file__).resolve().parents[2] / "engine" / "models" / "ti
 EOS, ASSISTANT, PAD = 1, 5, 2
 THINK_TOKENS = (7, 8)
 FAMILIES = {
-    "recall": recall, "document": document, "tool": tool_use, "json": records, "copy": copying, "chat": chat, "addition": addition, "text": None,
-}  # fmt: skip
+    "recall": recall,
+    "document": document,
+    "tool": tool_use,
+    "json": records,
+    "copy": copying,
+    "chat": chat,
+    "addition": addition,
+    "text": None,
+}
 # Shares of conversations. Long phases draw fewer of the families that grow with the length, so that the short ones keep their tokens.
 MIXTURES = {
     "short": {"recall": 0.24, "document": 0.26, "tool": 0.15, "json": 0.11, "copy": 0.08, "chat": 0.04, "addition": 0.09, "text": 0.06},
     "long": {"recall": 0.16, "document": 0.18, "tool": 0.22, "json": 0.16, "copy": 0.06, "chat": 0.05, "addition": 0.14, "text": 0.08},
-}  # fmt: skip
+}
 CHARS_PER_TOKEN = {"recall": 3.6, "document": 2.2, "tool": 3.0, "json": 3.0, "copy": 2.0, "chat": 3.6, "addition": 2.0, "text": 3.2}
 CONTEXT_WEIGHT, TEXT_WEIGHT = 0.1, 0.35
 

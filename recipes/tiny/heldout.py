@@ -54,13 +54,12 @@ def _one_call(source: Source, answered: bool) -> Conversation:
 
 def _no_tools(source: Source) -> Conversation:
     """A request for a tool although none is offered, as `tool_choice: none` renders it."""
-    c = _one_call(source, answered=False)
-    while (
-        c.messages[1]["content"] in ("What time is it?",)
-        or "tool_calls" not in c.messages[-1]
-        or c.messages[-1]["tool_calls"][0]["function"]["name"] not in {t.name for t in KNOWN}
-    ):  # noqa: E501
+    names = {tool.name for tool in KNOWN}
+    while True:
         c = _one_call(source, answered=False)
+        called = c.messages[-1]["tool_calls"][0]["function"]["name"]
+        if called in names and called != "get_time":
+            break
     out = Conversation(effort=c.effort, family="tool")
     out.user(c.messages[1]["content"])
     out.assistant(NO_TOOLS, "No tool fits.")

@@ -33,7 +33,7 @@ class Optimiser:
     def __init__(self, params: Params, fused: bool) -> None:
         self.muon: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         adam: dict[float, list[Tensor]] = defaultdict(list)
-        for name, p in params.items():
+        for name, p in sorted(params.items()):
             if not p.requires_grad:
                 continue
             if _MUON.search(name):

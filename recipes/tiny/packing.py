@@ -18,7 +18,7 @@ FAMILY_CODES = {name: code for code, name in enumerate(FAMILIES)}
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One batch. ids, weights, family [N]; start, end, rect [N]: see `model.Batch`; kl_rows [groups, rows] row numbers of one document each.
+    """One batch. ids, weights, family [N]; start, end, rect [N]: see `model.Batch`; kl_rows [groups, rows]: rows of one document each.
 
     weights[i] is the loss weight of row i, which predicts ids[i + 1].
     """
@@ -88,7 +88,9 @@ def pack(documents: list[Sample], rows: int, truncated: float, rng: random.Rando
         start[at : at + size], end[at : at + size], rect[at : at + size] = at, at + size, at + boundary
         groups.append((at, at + n))
         at += size
-    start[at:], end[at:], rect[at:] = at, rows, at
+    # The rest is documents of one tile, so that no document is longer than the longest sample.
+    rest = np.arange(at, rows) // ALIGN * ALIGN
+    start[at:], end[at:], rect[at:] = rest, rest + ALIGN, rest
     return Packed(ids, weights, family, start, end, rect, _kl_rows(groups, weights, rng))
 
 

@@ -12,7 +12,7 @@ class Phase:
     """One phase of the backbone.
 
     lengths: shortest target and longest document, in tokens. truncated: share of longer conversations whose decoder windows start late.
-    rounding: KV and index round trips. selections: (share of the phase until which, mode). rates: factor of all learning rates, first and last.
+    rounding: KV and index round trips. selections: (share of the phase until which, mode). rates: factor of all learning rates.
     index_every: steps between index losses while attention is dense. minimum: accuracy on answers below which a run stops here.
     """
 
@@ -32,7 +32,7 @@ class Phase:
 PHASES = {
     "p1": Phase("p1", 1, "short", (60, 1024), 0.0, False, ((1.0, DENSE),), (1.0, 1.0), warmup=100, minimum=0.8),
     "p2": Phase("p2", 2, "long", (200, 8192), 0.0, True, ((0.8, DENSE), (1.0, TOPK)), (1.0, 0.5)),
-    "p3": Phase("p3", 3, "long", (200, 8192), 0.5, True, ((0.25, TOPK), (1.0, FILTER)), (0.5, 0.02)),
+    "p3": Phase("p3", 3, "long", (200, 8192), 0.5, True, ((0.05, TOPK), (1.0, FILTER)), (0.7, 0.02)),
 }
 MINIATURE = {
     "p1": Phase("p1", 1, "short", (60, 256), 0.0, False, ((1.0, DENSE),), (0.5, 0.5), warmup=10),

@@ -58,9 +58,19 @@ def mix_logits(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float) -
 
 
 def attention_in(
-    h: Tensor, pre: Tensor, norm: Tensor, wq_a: Tensor, q_norm: Tensor, wq_b: Tensor, wkv: Tensor, kv_norm: Tensor,
-    cos: Tensor, sin: Tensor, heads: int, rounding: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    h: Tensor,
+    pre: Tensor,
+    norm: Tensor,
+    wq_a: Tensor,
+    q_norm: Tensor,
+    wq_b: Tensor,
+    wkv: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    rounding: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normed input x [N, C], low-rank query [N, Q], rotated queries [N, H, D] and window keys [N, D]."""
     x = rms(collapse(h, pre), norm)
     qr = rms(linear(x, wq_a), q_norm)
@@ -70,9 +80,17 @@ def attention_in(
 
 
 def attention_out(
-    o: Tensor, lse: Tensor, sink: Tensor, cos: Tensor, sin: Tensor, wo_a: Tensor, wo_b: Tensor,
-    h: Tensor, post: Tensor, comb: Tensor,
-) -> Tensor:  # fmt: skip
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    wo_a: Tensor,
+    wo_b: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> Tensor:
     """Apply the sink, undo the rotation, project by groups and write to the streams. wo_a [G, r, H·D/G]."""
     o = (o.float() * torch.sigmoid(lse - sink)[..., None]).to(o.dtype)
     o = rope(o, cos, -sin)
@@ -120,9 +138,20 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, scale: float) -> tu
 
 
 def moe(
-    h: Tensor, pre: Tensor, norm: Tensor, gate: Tensor, bias: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
-    post: Tensor, comb: Tensor, top_k: int, scale: float, limit: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h: Tensor,
+    pre: Tensor,
+    norm: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    top_k: int,
+    scale: float,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
     """All experts as one wide feed-forward; the shared expert is the last. w1, w3 [E+1, I, C]; w2 [E+1, C, I].
 
     Returns the new streams and the number of rows of each routed expert, [E] f32.

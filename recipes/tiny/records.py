@@ -99,8 +99,10 @@ def _again(source: Source, fields: dict[str, tuple[dict[str, Any], Any, str]]) -
             found[name] = (kind, new, new)
         else:
             new_value: Any = {
-                "integer": lambda: source.rng.randint(0, 5000), "number": lambda: round(source.rng.uniform(1, 500), 2),
-                "boolean": lambda: source.chance(0.5), "array": lambda: [source.made_up() for _ in range(source.rng.randint(1, 3))],
-            }[kind["type"]]()  # fmt: skip
+                "integer": lambda: source.rng.randint(0, 5000),
+                "number": lambda: round(source.rng.uniform(1, 500), 2),
+                "boolean": lambda: source.chance(0.5),
+                "array": lambda: [source.made_up() for _ in range(source.rng.randint(1, 3))],
+            }[kind["type"]]()
             found[name] = (kind, new_value, _spoken(new_value))
     return found

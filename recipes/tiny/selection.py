@@ -10,8 +10,11 @@ from recipes.tiny.attention import NO_KEY, Visibility
 
 
 def select(scores: Tensor, top_k: int) -> Tensor:
-    """The best `top_k` finite scores of each row: [N, L] f32 -> [N, L] uint8."""
-    values, at = scores.topk(min(top_k, scores.shape[1]), dim=1, sorted=False)
+    """The best `top_k` finite scores of each row: [N, L] f32 -> [N, L] uint8. Ties: lower index on the CPU, any on a GPU."""
+    if scores.is_cuda:
+        values, at = scores.topk(min(top_k, scores.shape[1]), dim=1, sorted=False)
+    else:
+        values, at = (t[:, :top_k] for t in scores.sort(dim=1, descending=True, stable=True))
     sel = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
     return sel.scatter_(1, at, (values > float("-inf")).to(torch.uint8))
 

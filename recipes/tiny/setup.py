@@ -33,10 +33,22 @@ def miniature_config() -> dict:
     """`tiny_config` with every width cut down; the topology stays."""
     config = copy.deepcopy(tiny_config())
     config["text_config"] |= {
-        "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32,
-        "moe_intermediate_size": 32, "n_routed_experts": 4, "sliding_window": 32, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 32,
-        "candidate_topk_blocks": 8, "engram_vocab_size": 128, "dspark_markov_rank": 32,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_lora_rank": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "sliding_window": 32,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_topk": 32,
+        "candidate_topk_blocks": 8,
+        "engram_vocab_size": 128,
+        "dspark_markov_rank": 32,
+    }
     text = config["text_config"]
     primes = bucket_primes(
         tuple(text["engram_layer_ids"]), text["engram_max_ngram_size"], text["engram_n_heads"], text["engram_vocab_size"]

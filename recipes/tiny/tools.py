@@ -37,44 +37,135 @@ def _integer(low: int, high: int) -> Callable[[Source], int]:
 
 
 KNOWN = (
-    Tool("get_weather", "Current weather of a city.", {"city": _s("City name")}, {"city": Source.city},
-         ("What is the weather in {city}?", "How is the weather in {city} now?", "Weather in {city}, please."),
-         lambda s: {"temperature": s.rng.randint(-20, 40), "sky": s.pick(("clear", "cloudy", "rainy", "windy", "snowy"))},
-         "In {city} it is {temperature} degrees and {sky}."),
-    Tool("lookup_tide", "Tide table for a harbour.", {"harbour": _s("Harbour"), "hours": {"type": "integer"}}, {"harbour": Source.city, "hours": _integer(1, 48)},
-         ("When is high tide in {harbour} within {hours} hours?", "High tide at {harbour}, next {hours} hours?"),
-         lambda s: {"high": f"{s.rng.randint(0, 23):02d}:{s.digits(2)}"}, "High tide in {harbour} is at {high}."),
-    Tool("save_note", "Store a short note.", {"text": _s("The note")}, {"text": lambda s: f"{s.listed('verbs')} the {s.thing()}"},
-         ("Save a note: {text}", "Please note this down: {text}"), lambda s: {"saved": True, "note_id": s.rng.randint(1, 999)}, "Your note is saved with id {note_id}."),
-    Tool("send_email", "Send an email.", {"to": _s("Receiver"), "subject": _s("Subject"), "urgent": {"type": "boolean"}},
-         {"to": lambda s: f"{s.made_up()}@{s.made_up(1)}.org", "subject": Source.thing, "urgent": lambda s: s.chance(0.5)},
-         ('Send an email to {to} about "{subject}", urgent: {urgent}.', 'Email {to} with the subject "{subject}", urgent: {urgent}.'),
-         lambda s: {"status": s.pick(("sent", "queued", "failed"))}, "The email to {to} is {status}."),
-    Tool("convert_currency", "Convert an amount of money.", {"amount": {"type": "number"}, "source": _s("From"), "target": _s("To")},
-         {"amount": lambda s: round(s.rng.uniform(1, 900), s.rng.randint(1, 2)), "source": lambda s: s.made_up(1).upper(), "target": lambda s: s.made_up(1).upper()},
-         ("Convert {amount} {source} to {target}.", "How much is {amount} {source} in {target}?"),
-         lambda s: {"converted": round(s.rng.uniform(1, 900), 2)}, "{amount} {source} is {converted} {target}."),
-    Tool("create_event", "Put an event into the calendar.", {"title": _s("Title"), "date": _s("Date"), "guests": {"type": "array", "items": {"type": "string"}}},
-         {"title": Source.thing, "date": Source.date, "guests": lambda s: [s.name() for _ in range(s.rng.randint(1, 3))]},
-         ('Create the event "{title}" on {date} with {guests}.', 'Plan "{title}" for {date}, guests: {guests}.'),
-         lambda s: {"event": s.code()}, "The event has the id {event}."),
-    Tool("get_time", "The current time.", {}, {}, ("What time is it?", "Tell me the time."),
-         lambda s: {"time": f"{s.rng.randint(0, 23):02d}:{s.digits(2)}"}, "It is {time}."),
-    Tool("list_files", "List the files of the current directory.", {}, {}, ("Which files are here?", "List the files."),
-         lambda s: {"files": [f"{s.made_up()}.{s.pick(('txt', 'py', 'md'))}" for _ in range(s.rng.randint(1, 4))]}, "The files are: {files}."),
-    Tool("read_file", "Read a file.", {"path": _s("Path of the file")}, {"path": lambda s: f"{s.made_up()}/{s.made_up()}.{s.pick(('txt', 'py', 'md'))}"},
-         ("What is in {path}?", "Show me the file {path}.", "Read {path}."), lambda s: {"text": s.thing()}, 'The file says "{text}".'),
-    Tool("get_stock_price", "Price of a share.", {"symbol": _s("Symbol")}, {"symbol": lambda s: s.made_up(1).upper()},
-         ("What is the price of {symbol}?", "Price of {symbol} shares?"), lambda s: {"price": round(s.rng.uniform(1, 900), 2)}, "{symbol} costs {price}."),
-    Tool("book_flight", "Book a flight.", {"origin": _s("From"), "destination": _s("To"), "options": {"type": "object"}},
-         {"origin": Source.city, "destination": Source.city, "options": lambda s: {"seat": s.pick(("aisle", "window")), "bags": s.rng.randint(0, 3)}},
-         ("Book a flight from {origin} to {destination} with the options {options}.", "I want to fly from {origin} to {destination}, options {options}."),
-         lambda s: {"booking": s.code(), "price": s.rng.randint(50, 900)}, "Booked: {booking} for {price}."),
-    Tool("set_timer", "Start a timer.", {"minutes": {"type": "integer"}}, {"minutes": _integer(1, 120)}, ("Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes."),
-         lambda s: {"timer": s.rng.randint(1, 99)}, "Timer {timer} runs for {minutes} minutes."),
-    Tool("play_music", "Play a song.", {"artist": _s("Artist")}, {"artist": Source.name}, ("Play something by {artist}.", "I want to hear {artist}."),
-         lambda s: {"song": s.thing()}, 'Now playing "{song}" by {artist}.'),
-)  # fmt: skip
+    Tool(
+        "get_weather",
+        "Current weather of a city.",
+        {"city": _s("City name")},
+        {"city": Source.city},
+        ("What is the weather in {city}?", "How is the weather in {city} now?", "Weather in {city}, please."),
+        lambda s: {"temperature": s.rng.randint(-20, 40), "sky": s.pick(("clear", "cloudy", "rainy", "windy", "snowy"))},
+        "In {city} it is {temperature} degrees and {sky}.",
+    ),
+    Tool(
+        "lookup_tide",
+        "Tide table for a harbour.",
+        {"harbour": _s("Harbour"), "hours": {"type": "integer"}},
+        {"harbour": Source.city, "hours": _integer(1, 48)},
+        ("When is high tide in {harbour} within {hours} hours?", "High tide at {harbour}, next {hours} hours?"),
+        lambda s: {"high": f"{s.rng.randint(0, 23):02d}:{s.digits(2)}"},
+        "High tide in {harbour} is at {high}.",
+    ),
+    Tool(
+        "save_note",
+        "Store a short note.",
+        {"text": _s("The note")},
+        {"text": lambda s: f"{s.listed('verbs')} the {s.thing()}"},
+        ("Save a note: {text}", "Please note this down: {text}"),
+        lambda s: {"saved": True, "note_id": s.rng.randint(1, 999)},
+        "Your note is saved with id {note_id}.",
+    ),
+    Tool(
+        "send_email",
+        "Send an email.",
+        {"to": _s("Receiver"), "subject": _s("Subject"), "urgent": {"type": "boolean"}},
+        {"to": lambda s: f"{s.made_up()}@{s.made_up(1)}.org", "subject": Source.thing, "urgent": lambda s: s.chance(0.5)},
+        ('Send an email to {to} about "{subject}", urgent: {urgent}.', 'Email {to} with the subject "{subject}", urgent: {urgent}.'),
+        lambda s: {"status": s.pick(("sent", "queued", "failed"))},
+        "The email to {to} is {status}.",
+    ),
+    Tool(
+        "convert_currency",
+        "Convert an amount of money.",
+        {"amount": {"type": "number"}, "source": _s("From"), "target": _s("To")},
+        {
+            "amount": lambda s: round(s.rng.uniform(1, 900), s.rng.randint(1, 2)),
+            "source": lambda s: s.made_up(1).upper(),
+            "target": lambda s: s.made_up(1).upper(),
+        },
+        ("Convert {amount} {source} to {target}.", "How much is {amount} {source} in {target}?"),
+        lambda s: {"converted": round(s.rng.uniform(1, 900), 2)},
+        "{amount} {source} is {converted} {target}.",
+    ),
+    Tool(
+        "create_event",
+        "Put an event into the calendar.",
+        {"title": _s("Title"), "date": _s("Date"), "guests": {"type": "array", "items": {"type": "string"}}},
+        {"title": Source.thing, "date": Source.date, "guests": lambda s: [s.name() for _ in range(s.rng.randint(1, 3))]},
+        ('Create the event "{title}" on {date} with {guests}.', 'Plan "{title}" for {date}, guests: {guests}.'),
+        lambda s: {"event": s.code()},
+        "The event has the id {event}.",
+    ),
+    Tool(
+        "get_time",
+        "The current time.",
+        {},
+        {},
+        ("What time is it?", "Tell me the time."),
+        lambda s: {"time": f"{s.rng.randint(0, 23):02d}:{s.digits(2)}"},
+        "It is {time}.",
+    ),
+    Tool(
+        "list_files",
+        "List the files of the current directory.",
+        {},
+        {},
+        ("Which files are here?", "List the files."),
+        lambda s: {"files": [f"{s.made_up()}.{s.pick(('txt', 'py', 'md'))}" for _ in range(s.rng.randint(1, 4))]},
+        "The files are: {files}.",
+    ),
+    Tool(
+        "read_file",
+        "Read a file.",
+        {"path": _s("Path of the file")},
+        {"path": lambda s: f"{s.made_up()}/{s.made_up()}.{s.pick(('txt', 'py', 'md'))}"},
+        ("What is in {path}?", "Show me the file {path}.", "Read {path}."),
+        lambda s: {"text": s.thing()},
+        'The file says "{text}".',
+    ),
+    Tool(
+        "get_stock_price",
+        "Price of a share.",
+        {"symbol": _s("Symbol")},
+        {"symbol": lambda s: s.made_up(1).upper()},
+        ("What is the price of {symbol}?", "Price of {symbol} shares?"),
+        lambda s: {"price": round(s.rng.uniform(1, 900), 2)},
+        "{symbol} costs {price}.",
+    ),
+    Tool(
+        "book_flight",
+        "Book a flight.",
+        {"origin": _s("From"), "destination": _s("To"), "options": {"type": "object"}},
+        {
+            "origin": Source.city,
+            "destination": Source.city,
+            "options": lambda s: {"seat": s.pick(("aisle", "window")), "bags": s.rng.randint(0, 3)},
+        },
+        (
+            "Book a flight from {origin} to {destination} with the options {options}.",
+            "I want to fly from {origin} to {destination}, options {options}.",
+        ),
+        lambda s: {"booking": s.code(), "price": s.rng.randint(50, 900)},
+        "Booked: {booking} for {price}.",
+    ),
+    Tool(
+        "set_timer",
+        "Start a timer.",
+        {"minutes": {"type": "integer"}},
+        {"minutes": _integer(1, 120)},
+        ("Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes."),
+        lambda s: {"timer": s.rng.randint(1, 99)},
+        "Timer {timer} runs for {minutes} minutes.",
+    ),
+    Tool(
+        "play_music",
+        "Play a song.",
+        {"artist": _s("Artist")},
+        {"artist": Source.name},
+        ("Play something by {artist}.", "I want to hear {artist}."),
+        lambda s: {"song": s.thing()},
+        'Now playing "{song}" by {artist}.',
+    ),
+)
 TYPED: dict[str, Callable[[Source], Any]] = {
     "string": lambda s: str(s.pick((s.name, s.city, s.code, s.thing, s.made_up))()),
     "integer": _integer(0, 999),
@@ -87,8 +178,38 @@ TYPED: dict[str, Callable[[Source], Any]] = {
 }
 
 
+def _lookup(source: Source) -> Tool:
+    """A tool that is found by its description: the request names what it looks up."""
+    rng = source.rng
+    asked, of = rng.choice(list(FIELD_VALUES)), source.listed("things")
+    name = rng.choice((f"get_{asked}", f"find_{asked}", f"{source.made_up()}_{source.made_up(1)}", f"lookup_{source.made_up()}"))
+    key = rng.choice((of, "name", "query", "id", source.listed("fields"), source.made_up()))
+    made: Callable[[Source], Any] = rng.choice((Source.name, Source.code, Source.city, Source.project, Source.made_up))
+    requests = tuple(
+        text.format(f=asked, o=of, k="{" + key + "}")
+        for text in (
+            "What is the {f} of {k}?",
+            "What is the {f} of the {o} {k}?",
+            "Get the {f} of {k}.",
+            "Tell me the {f} of the {o} {k}.",
+            "Which {f} does {k} have?",
+        )
+    )
+    return Tool(
+        name,
+        f"Get the {asked} of a {of}.",
+        {key: {"type": "string"}},
+        {key: made},
+        requests,
+        lambda s: {asked: str(FIELD_VALUES[asked](s))} if key != asked else {"value": s.code()},
+        f"The {asked} of {{{key}}} is {{{asked if key != asked else 'value'}}}.",
+    )
+
+
 def invent(source: Source) -> Tool:
     """A tool whose name and parameters can only be read from the prompt."""
+    if source.chance(0.3):
+        return _lookup(source)
     rng = source.rng
     name = rng.choice(
         (
@@ -110,9 +231,14 @@ def invent(source: Source) -> Tool:
     fields = [*extra, asked]
     rng.shuffle(fields)
     return Tool(
-        name, f"{source.listed('verbs').capitalize()} the {source.thing()}.", {p: {"type": k} for p, k in kinds.items()}, {p: TYPED[k] for p, k in kinds.items()},
-        requests, lambda s: {f: extra.get(f) or FIELD_VALUES[f](s) for f in fields}, f"The {asked} is {{{asked}}}.",
-    )  # fmt: skip
+        name,
+        f"{source.listed('verbs').capitalize()} the {source.thing()}.",
+        {p: {"type": k} for p, k in kinds.items()},
+        {p: TYPED[k] for p, k in kinds.items()},
+        requests,
+        lambda s: {f: extra.get(f) or FIELD_VALUES[f](s) for f in fields},
+        f"The {asked} is {{{asked}}}.",
+    )
 
 
 def schema(tool: Tool) -> dict[str, Any]:

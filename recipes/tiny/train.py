@@ -89,7 +89,7 @@ class Trainer:
         return selection.attention_mass(q, lse, sink, entries, visible, self.options.selection != DENSE)
 
     def step(self, packed: Packed, factor: float, with_index: bool) -> Tensor:
-        """One update. Returns sums on the device: answer loss, right answers, answers, index loss, highest expert load, per family right and count."""
+        """One update. Returns on the device: answer loss, right, answers, index loss, highest load, right and answers per family."""
         batch, targets = self.device_batch(packed)
         weights = torch.from_numpy(packed.weights.copy()).to(self.b.device, non_blocking=True)
         result = self.b.forward(self.params, batch, self.options)
@@ -166,14 +166,24 @@ def _report(trainer: Trainer, phase: Phase, mode: str, sums: Tensor, count: int,
     v = sums.tolist()
     right, seen = v[5 : 5 + len(FAMILIES)], v[5 + len(FAMILIES) :]
     record = {
-        "phase": phase.name, "mode": mode, "step": trainer.step_count, "seconds": round(elapsed, 1), "loss": v[0] / v[2], "accuracy": v[1] / v[2],
-        "index": v[3] / count * phase.index_every if mode == DENSE else v[3] / count, "load": v[4] / count,
+        "phase": phase.name,
+        "mode": mode,
+        "step": trainer.step_count,
+        "seconds": round(elapsed, 1),
+        "loss": v[0] / v[2],
+        "accuracy": v[1] / v[2],
+        "index": v[3] / count * phase.index_every if mode == DENSE else v[3] / count,
+        "load": v[4] / count,
         "tokens_per_second": round(steps * trainer.rows / max(elapsed, 1e-9)),
         "families": {name: round(r / n, 4) for name, r, n in zip(FAMILIES, right, seen, strict=True) if n},
-    }  # fmt: skip
+    }
     if steps % (4 * REPORT_EVERY) == 0 or steps <= 3 * REPORT_EVERY:
-        print(f"{phase.name} {mode} step {steps} {elapsed:.0f}s loss {record['loss']:.4f} acc {record['accuracy']:.4f} index {record['index']:.3f} "
-              f"load {record['load']:.2f} {record['tokens_per_second']} tok/s {record['families']}", flush=True)  # fmt: skip
+        print(
+            f"{phase.name} {mode} step {steps} {elapsed:.0f}s loss {record['loss']:.4f} acc {record['accuracy']:.4f} "
+            f"index {record['index']:.3f} "
+            f"load {record['load']:.2f} {record['tokens_per_second']} tok/s {record['families']}",
+            flush=True,
+        )
     return record
 
 
@@ -225,7 +235,8 @@ def main() -> None:
         print(f"{phase.name} saved at {time.monotonic() - started:.0f} s", flush=True)
         if curves and curves[-1].get("accuracy", 1.0) < phase.minimum:
             sys.exit(
-                f"phase {phase.name} ended at accuracy {curves[-1]['accuracy']:.3f}, less than {phase.minimum}: look at curves.json before going on"
+                f"phase {phase.name} ended at accuracy {curves[-1]['accuracy']:.3f}, less than {phase.minimum}: "
+                "look at curves.json before going on"
             )
         builder.wait()
         found = score.load(held_out)

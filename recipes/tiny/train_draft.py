@@ -31,12 +31,13 @@ POSITION_DECAY = 0.95
 CONFIDENCE_WEIGHT = 0.2
 WARMUP_STEPS = 50
 REPORT_EVERY = 25
+SAVE_EVERY = 200
 BIAS_RATE = 0.003
 
 
 @dataclass(slots=True)
 class Outcome:
-    """loss scalar; hits, valid [M, block] bool: argmax agrees with the backbone, and the position lies inside the answer; confidence [M, block]."""
+    """loss: scalar. hits, valid [M, block] bool: the backbone agrees; the position is inside the answer. confidence [M, block]."""
 
     loss: Tensor
     hits: Tensor
@@ -91,7 +92,7 @@ class DraftTrainer:
         return Outcome(loss, hits, valid, confidence.detach())
 
     def step(self, packed: Packed, factor: float) -> Tensor:
-        """One update. Returns on the device: loss, hits and valid count per position, accepted length of whole blocks and their count."""
+        """One update. Returns on the device: loss, accepted and number of whole blocks, hits and valid drafts per position."""
         found = self.outcome(packed)
         found.loss.backward()
         self.optimiser.step(factor)
@@ -152,11 +153,13 @@ def main() -> None:
         if count == REPORT_EVERY:
             curves.append(report(sums.tolist(), count, steps, time.monotonic() - began, setup.shape.draft_block))
             sums, count = None, 0
-    outcomes = [drafts.outcome(feed.next()) for _ in range(8)]
+        if steps % SAVE_EVERY == 0:
+            save_parts(args.out, trainer.params)
+    save_parts(args.out, trainer.params)
+    outcomes = [drafts.outcome(feed.next()) for _ in range(4)]
     feed.close()
     curves.append({"phase": "draft", "calibration_error": calibration(outcomes)})
     print(f"draft calibration {curves[-1]}", flush=True)
-    save_parts(args.out, trainer.params)
     (args.out / "draft_curves.json").write_text(json.dumps(curves))
     print(f"draft saved after {time.monotonic() - launched:.0f} s", flush=True)
 
@@ -164,9 +167,13 @@ def main() -> None:
 def report(v: list[float], count: int, steps: int, elapsed: float, block: int) -> dict[str, Any]:
     hits, valid = v[3 : 3 + block], v[3 + block :]
     record = {
-        "phase": "draft", "step": steps, "seconds": round(elapsed, 1), "loss": v[0] / count, "accepted": v[1] / max(v[2], 1.0),
+        "phase": "draft",
+        "step": steps,
+        "seconds": round(elapsed, 1),
+        "loss": v[0] / count,
+        "accepted": v[1] / max(v[2], 1.0),
         "hits": [round(h / max(n, 1.0), 4) for h, n in zip(hits, valid, strict=True)],
-    }  # fmt: skip
+    }
     if steps % (4 * REPORT_EVERY) == 0 or steps <= REPORT_EVERY:
         print(
             f"draft step {steps} {elapsed:.0f}s loss {record['loss']:.3f} accepted {record['accepted']:.2f} hits {record['hits']}",
