@@ -126,18 +126,18 @@ class Engine:
         """
         self.check_request(request)
         if request.grammar is None:
-            self._enqueue(request, None)
+            self._enqueue(request, None, self.clock())
         else:
             self.grammars.submit(request)
 
-    def _enqueue(self, request: Request, matcher: Matcher | None) -> None:
+    def _enqueue(self, request: Request, matcher: Matcher | None, arrival_s: float) -> None:
         seed = request.params.seed
         prompt_len = len(request.prompt_token_ids)
         self.scheduler.add(
             Sequence(
                 seq_id=self._next_seq_id,
                 request=request,
-                arrival_s=self.clock(),
+                arrival_s=arrival_s,
                 seed=(self._seeds.getrandbits(64) if seed is None else seed) & (2**64 - 1),
                 token_ids=list(request.prompt_token_ids),
                 prompt_len=prompt_len,
@@ -154,7 +154,7 @@ class Engine:
             if build.error:
                 self._finals.append(Output(request.request_id, [], FinishReason.ERROR, error=build.error))
             else:
-                self._enqueue(request, self._matcher(build))
+                self._enqueue(request, self._matcher(build), build.submitted_s)
 
     def _matcher(self, build: Build) -> Matcher:
         assert build.request.grammar is not None, f"request {build.request.request_id} has no grammar"
@@ -252,7 +252,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """This rank's figures: see `engine/metrics.py`. Numbers only."""
-        return rank_record(self.scheduler, self._steps, self.cache.stats())
+        record = rank_record(self.scheduler, self._steps, self.cache.stats())
+        record["waiting"] += len(self.grammars)
+        return record
 
     def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]:
         """Break something on purpose: make one row of the next logits "nan", or harm the host cache ("flip", "drop", "short", "delay").

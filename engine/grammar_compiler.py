@@ -105,9 +105,10 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One finished build: exactly one of `compiled` and `error` is set."""
+    """One finished build: exactly one of `compiled` and `error` is set. submitted_s: of the engine's clock."""
 
     request: Request
+    submitted_s: float
     compiled: Any = None
     error: str = ""
 
@@ -116,7 +117,7 @@ class Build:
 class _Pending:
     request: Request
     future: Future[Any]
-    deadline_s: float
+    submitted_s: float
 
 
 class GrammarBuilds:
@@ -143,7 +144,7 @@ class GrammarBuilds:
             self._pool = ThreadPoolExecutor(BUILD_THREADS, thread_name_prefix="grammar")
             self._compiler = self._pool.submit(self._make_compiler)
         future = self._pool.submit(_compile, self._compiler, request.grammar)
-        self._pending[request.request_id] = _Pending(request, future, self._clock() + BUILD_TIMEOUT_S)
+        self._pending[request.request_id] = _Pending(request, future, self._clock())
 
     def cancel(self, request_id: str) -> bool:
         """Forget a build. False when there is none."""
@@ -155,7 +156,7 @@ class GrammarBuilds:
     def poll(self) -> list[Build]:
         """Builds that ended since the last call, in the order of their requests. Never waits."""
         now = self._clock()
-        ended = [p for p in self._pending.values() if p.future.done() or now >= p.deadline_s]
+        ended = [p for p in self._pending.values() if p.future.done() or now >= p.submitted_s + BUILD_TIMEOUT_S]
         for pending in ended:
             del self._pending[pending.request.request_id]
         return [_outcome(pending) for pending in ended]
@@ -175,8 +176,8 @@ def _compile(compiler: Future[GrammarCompiler], grammar: Grammar) -> Any:
 
 def _outcome(pending: _Pending) -> Build:
     if not pending.future.done():
-        return Build(pending.request, error=f"the grammar was not compiled within {BUILD_TIMEOUT_S:g} s")
+        return Build(pending.request, pending.submitted_s, error=f"the grammar was not compiled within {BUILD_TIMEOUT_S:g} s")
     error = pending.future.exception()
     if error is not None:
-        return Build(pending.request, error=f"the grammar cannot be compiled: {error}")
-    return Build(pending.request, compiled=pending.future.result())
+        return Build(pending.request, pending.submitted_s, error=f"the grammar cannot be compiled: {error}")
+    return Build(pending.request, pending.submitted_s, compiled=pending.future.result())

@@ -377,6 +377,7 @@ def test_steps_go_on_while_a_grammar_is_compiled_and_an_abort_reaches_it() -> No
         for _ in range(12):
             outputs += engine.step()
             assert not engine.idle
+        assert engine.stats()["waiting"] == 2
         assert {o.request_id for o in outputs} == {free}
         assert outputs[-1].finish_reason is FinishReason.LENGTH
         engine.abort(aborted)
