@@ -24,7 +24,9 @@ demo: setup  ## Serve the embedded model, chat, prove the cache, benchmark, repo
 	@sh recipes/demo.sh $(BIN)/dix
 
 test: setup lint  ## Everything that runs without a GPU
-	$(BIN)/python -m pytest -n 2 -m 'not gpu and not multi_gpu and not slow'
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not multi_gpu and not slow and not e2e"
+	@# real servers need the cores for themselves
+	$(BIN)/python -m pytest -m "e2e and not gpu and not multi_gpu and not slow"
 
 test-fast: setup  ## Unit tests only
 	$(BIN)/python -m pytest -m 'not gpu and not multi_gpu and not slow and not e2e'
