@@ -1,0 +1,52 @@
+"""The prefix cache of a live server: recorded sessions, a herd, and a soak, in short. `tests/e2e/cache_live.py` runs them at length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cache_live import TRACES, Live, bodies, generated, herd, leaks, replay, soak
+from tests.e2e.conftest import Dix, start
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def live(dix: Dix) -> Iterator[Live]:
+    running = start(dix, "cache-live", "--hicache-size-gb", "0.5")
+    yield Live(running.url)
+    dix("stop", "cache-live", "--grace", "1s")
+
+
+@pytest.fixture(scope="module")
+def tight(dix: Dix) -> Iterator[Live]:
+    """An arena for about two sessions and a device cache that preempts."""
+    running = start(dix, "cache-tight", "--hicache-size-gb", "0.012", "--set", "engine.kv_cache_gb=0.006")
+    yield Live(running.url)
+    dix("stop", "cache-tight", "--grace", "1s")
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_recorded_session_hits_97_percent_of_what_an_ideal_cache_would(live: Live, path: object) -> None:
+    hits, result = replay(live, list(bodies(live, path)), str(path))  # type: ignore[arg-type]
+    assert result.share_of_oracle >= 0.99
+    assert hits >= 0.97 * result.oracle_tokens
+
+
+def test_generated_conversations_hit_what_the_simulator_says(live: Live) -> None:
+    hits, result = replay(live, generated(3, live), "generated")
+    assert hits == result.hit_tokens >= 0.97 * result.oracle_tokens > 0
+
+
+def test_herd_on_one_prefix_prefills_it_once(live: Live) -> None:
+    found = herd(live, requests=16, prefix_tokens=4000)
+    assert found["full"] <= 2
+    assert found["share_of_possible"] >= 0.97
+
+
+def test_soak_with_aborts_preemption_and_a_small_arena_leaks_nothing(tight: Live) -> None:
+    found = soak(tight, seconds=20)
+    assert found["leaks"] == leaks(tight) == []
+    assert found["left"] > 0
+    assert found["finished"] > 0
