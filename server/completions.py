@@ -77,7 +77,9 @@ def _encode_all(front: Front, prompts: list[str | list[int]]) -> list[list[int]]
 def _usage(generations: list[Generation]) -> dict[str, Any]:
     completion = sum(choice.num_tokens for generation in generations for choice in generation.choices)
     prompt = sum(generation.ticket.prompt_len for generation in generations)
-    return usage_of(prompt, completion, sum(generation.ticket.cached_tokens for generation in generations), 0)
+    tickets = [generation.ticket for generation in generations]
+    drafted, accepted = sum(ticket.drafted for ticket in tickets), sum(ticket.accepted for ticket in tickets)
+    return usage_of(prompt, completion, sum(ticket.cached_tokens for ticket in tickets), 0, drafted, accepted)
 
 
 def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None, choice: Choice) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from server.text import load_text
 from server.workers import Workers
 
 CLOSE_PATIENCE_S = 1.0
+# A step of many streams allocates thousands of short-lived objects that reference counts free; a collection in each step stalls them all.
+GC_THRESHOLDS = (20_000, 20, 50)
 log = logging.getLogger("front")
 
 
@@ -120,6 +122,7 @@ class Control:
             self.front.set_text(await self.front.workers.run(load_text, self.front.launch))
             gc.collect()
             gc.freeze()  # what lives from here on to the end need not be looked at in every collection
+            gc.set_threshold(*GC_THRESHOLDS)
         except DixError as error:
             log.error("%s", error)
             self.tell({"event": "fatal", "message": str(error), "hint": error.hint, "exit_code": error.exit_code})
@@ -146,7 +149,13 @@ async def run(launch: Launch, control: socket.socket, listener: socket.socket) -
     channel = Control(front, server, control)
     tasks = [
         asyncio.create_task(work)
-        for work in (front.pool.receive_forever(), channel.listen(), channel.prepare_text(), front.metrics.watch_loop())
+        for work in (
+            front.pool.receive_forever(),
+            channel.listen(),
+            channel.prepare_text(),
+            front.metrics.watch_loop(),
+            front.pool.sweep_forever(),
+        )
     ]
     for task in tasks:
         task.add_done_callback(_exit_on_bug)

@@ -18,7 +18,7 @@ from server.front_state import Front
 from server.output_parser import Delta, OutputParser
 from server.poison import fingerprint
 from server.rank_pool import new_engine_id
-from server.router import prompt_keys
+from server.router import PromptKeys, prompt_keys
 from server.schemas import CommonRequest
 from server.tickets import Ticket
 from server.tools import Tools
@@ -103,9 +103,22 @@ class Generation:
             self.front.metrics.oddities.update(asdict(choice.parser.counts))
         if self.outcome in ("stop", "length", "tool_calls"):
             self.front.poison.acquit(self.ticket.fingerprint)
-            choice = self.choices[0]
-            self.front.pool.router.finished(self.prompt_ids + choice.token_ids, len(self.prompt_ids), self.ticket.rank, self.salt)
+            self._remember(self.prompt_ids + self.choices[0].token_ids)
         self.front.check_drained()
+
+    def _remember(self, token_ids: list[int]) -> None:
+        """Tell the router where this sequence is; long ones are hashed in a worker."""
+        pool, prompt_len, rank = self.front.pool, len(self.prompt_ids), self.ticket.rank
+        generation = pool.generation
+
+        def ended(keys: PromptKeys) -> None:
+            if pool.generation == generation:
+                pool.router.ended(keys, prompt_len, rank)
+
+        if len(token_ids) <= INLINE_TOKENS:
+            ended(prompt_keys(token_ids, self.salt))
+        else:
+            self.front.workers.then(prompt_keys, token_ids, self.salt, callback=ended)
 
 
 def resolve_max_tokens(front: Front, request: CommonRequest, prompt_len: int, default: int) -> int:

@@ -15,11 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError
 from server.tenants import key_id
+from server.turns import Paced
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version", "/", "/metrics", "/deepinfer/metrics"})
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/deepinfer/cache/explain", "/deepinfer/scheduling", "/deepinfer/debug/fault"})
 MAX_HEADER_BYTES = 32 * 1024
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 LOOPBACK = frozenset({"127.0.0.1", "::1"})
 log = logging.getLogger("front")
 
@@ -34,7 +36,7 @@ def wrap(app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[
     if origins:
         exposed = ["X-Request-ID", "X-DeepInfer-Rank", "Retry-After"]
         gated = CORSMiddleware(gated, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
-    return RequestIds(gated)
+    return Paced(RequestIds(gated), GENERATION_PATHS)
 
 
 class RequestIds:

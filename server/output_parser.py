@@ -16,7 +16,7 @@ from engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.call_writer import CallWriter, ParseCounts
 from server.dialect import DSML, THINK_END, THINK_START, Dialect
 from server.rendering import ParseStart
-from server.scanner import Markers, Scanner
+from server.scanner import Markers, Scanner, markers
 from server.stop_stage import StopStage
 from server.token_ledger import TokenLedger
 
@@ -119,22 +119,22 @@ class OutputParser:
         self._eos = None if tokenizer is None else tokenizer.token_id(dialect.eos)
         self._tokens = TokenLedger()
         self._reasoning_tokens: int | None = None if self._state is _State.REASONING else 0
-        self._spellings = Markers(*dialect.controls)
+        self._spellings = markers(*dialect.controls)
         self._text = Scanner()
 
     def _state_markers(self, parse_calls: bool) -> dict[_State, Markers]:
         tags = self._tags
         openers = [lead + tag for tag in (tags.calls_open, tags.invoke_open) for lead in ("", "\n\n")] if parse_calls else []
         return {
-            _State.REASONING: Markers(THINK_END, *openers),
-            _State.CONTENT: Markers(*openers),
-            _State.BLOCK: Markers(tags.invoke_open, tags.calls_close),
-            _State.CALL_NAME: Markers(_NAME_END),
-            _State.CALL: Markers(tags.parameter_open, tags.invoke_close, tags.invoke_open, tags.calls_close),
-            _State.PARAMETER_NAME: Markers(_TYPE_START, _NAME_END),
-            _State.PARAMETER_TYPE: Markers(_NAME_END),
-            _State.STRING_VALUE: Markers(tags.parameter_close),
-            _State.HELD_VALUE: Markers(tags.parameter_close),
+            _State.REASONING: markers(THINK_END, *openers),
+            _State.CONTENT: markers(*openers),
+            _State.BLOCK: markers(tags.invoke_open, tags.calls_close),
+            _State.CALL_NAME: markers(_NAME_END),
+            _State.CALL: markers(tags.parameter_open, tags.invoke_close, tags.invoke_open, tags.calls_close),
+            _State.PARAMETER_NAME: markers(_TYPE_START, _NAME_END),
+            _State.PARAMETER_TYPE: markers(_NAME_END),
+            _State.STRING_VALUE: markers(tags.parameter_close),
+            _State.HELD_VALUE: markers(tags.parameter_close),
         }
 
     @property

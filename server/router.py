@@ -134,12 +134,15 @@ class Router:
 
     def finished(self, token_ids: Sequence[int], prompt_len: int, rank: int, salt: str = "") -> None:
         """A request ended well: its sequence, and its prompt without the generation header, are ends that the next turn may continue."""
+        self.ended(prompt_keys(token_ids, salt), prompt_len, rank)
+
+    def ended(self, keys: PromptKeys, prompt_len: int, rank: int) -> None:
+        """`finished` for a sequence that has been hashed already."""
         if self.policy == "least-loaded":
             return
-        keys = prompt_keys(token_ids, salt)
         self._add_blocks(keys, rank)
         # The header's think token is rewritten by later turns, so the prompt is remembered without it.
-        for length in {len(token_ids), prompt_len - 1}:
+        for length in {len(keys.token_ids), prompt_len - 1}:
             if length > 0:
                 self._add_end(keys, length, rank)
 

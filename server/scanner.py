@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 
 class Markers:
@@ -29,6 +30,12 @@ class Markers:
             if text[at] in self._starts and text[at:] in self._prefixes:
                 return len(text) - at
         return 0
+
+
+@lru_cache(maxsize=256)
+def markers(*spellings: str) -> Markers:
+    """The same object for the same strings: parsers are made per choice, their markers belong to the format."""
+    return Markers(*spellings)
 
 
 class Scanner:

@@ -20,14 +20,15 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, Output]] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        self._reader_until_s = 0.0
         self._failure: ApiError | None = None
         self._full_since_s: float | None = None
 
     def put(self, choice: int, output: Output) -> bool:
         """False when the reader has left the box full for too long."""
         self._items.append((choice, output))
-        self._arrived.set()
+        self._call_reader()
         if len(self._items) < MAX_MAIL:
             self._full_since_s = None
         elif self._full_since_s is None:
@@ -37,26 +38,34 @@ class Mailbox:
     def fail(self, error: ApiError) -> None:
         if self._failure is None:
             self._failure = error
-            self._arrived.set()
+            self._call_reader()
+
+    def end_silence(self, now_s: float) -> None:
+        """Let a reader go that has waited long enough. One sweep over all boxes is cheaper than a timer per token."""
+        if self._reader is not None and now_s >= self._reader_until_s:
+            self._call_reader()
+
+    def _call_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def get(self, timeout_s: float) -> list[tuple[int, Output]]:
-        """Everything that has arrived; an empty list after `timeout_s` of silence.
+        """Everything that has arrived; an empty list when `end_silence` came after `timeout_s` of silence.
 
         Raises:
             ApiError: the request failed.
         """
-        if not self._arrived.is_set():
+        if not self._items and self._failure is None:
+            self._reader_until_s = time.monotonic() + timeout_s
+            self._reader = asyncio.get_running_loop().create_future()
             try:
-                async with asyncio.timeout(timeout_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return []
+                await self._reader
+            finally:
+                self._reader = None
         items = list(self._items)
         self._items.clear()
         self._full_since_s = None
-        if self._failure is None:
-            self._arrived.clear()
-        elif not items:
+        if self._failure is not None and not items:
             raise self._failure
         return items
 

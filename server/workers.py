@@ -21,5 +21,10 @@ class Workers:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
+    def then(self, function: Callable[..., T], *arguments: object, callback: Callable[[T], None]) -> None:
+        """Run `function` in a thread and hand its result to `callback` on the event loop; nobody waits for it."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        future.add_done_callback(lambda done: None if done.cancelled() else callback(done.result()))
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

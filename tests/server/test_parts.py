@@ -166,9 +166,15 @@ async def test_mailbox_delivers_what_arrived_before_a_failure() -> None:
         await box.get(1)
 
 
-async def test_mailbox_wakes_its_reader_and_times_out_in_silence() -> None:
+async def test_mailbox_wakes_its_reader_and_a_sweep_ends_a_long_silence() -> None:
     box = Mailbox()
-    assert await box.get(0.01) == []
+    reading = asyncio.create_task(box.get(5.0))
+    await asyncio.sleep(0)
+    box.end_silence(time.monotonic() + 4.0)
+    await asyncio.sleep(0)
+    assert not reading.done()
+    box.end_silence(time.monotonic() + 5.1)
+    assert await reading == []
     asyncio.get_running_loop().call_later(0.01, box.put, 2, Output("a", [5]))
     assert (await box.get(1))[0][0] == 2
 
