@@ -86,6 +86,7 @@ def test_fake_quantisers_equal_the_engines_and_pass_gradients(name: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_recipe_runs_at_miniature_size(tmp_path: Path) -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     train = [
@@ -103,7 +104,7 @@ def test_the_recipe_runs_at_miniature_size(tmp_path: Path) -> None:
     ]
     for command in (
         train,
-        ["recipes.tiny.train_draft", "10", "--miniature", "--workers", "1", "--resume", str(tmp_path), "--out", str(tmp_path)],
+        ["recipes.tiny.train_draft", "6", "--miniature", "--workers", "1", "--resume", str(tmp_path), "--out", str(tmp_path)],
     ):
         run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
         assert run.returncode == 0, run.stderr[-2000:]
