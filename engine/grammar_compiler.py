@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CACHE_LIMIT_BYTES = 256 * 2**20  # compiled grammars that are kept; the largest schemas of tools take a few MiB
 BUILD_THREADS = 2
+COMPILER_THREADS = 2  # inside one compilation; wide vocabularies take seconds for long repetitions
 BUILD_TIMEOUT_S = 20.0
 # White space between JSON tokens: enough for indentation, and no room for a model that repeats blanks for ever.
 MAX_WHITESPACE = 24
@@ -52,7 +53,7 @@ class GrammarCompiler:
         info = xgrammar.TokenizerInfo(
             list(vocabulary), xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=list(stop_token_ids)
         )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=cache_limit_bytes)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_limit_bytes=cache_limit_bytes)
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Raises ValueError with the library's reason when the text is no valid grammar of its kind."""

@@ -147,7 +147,7 @@ class Server:
         """Never returns."""
         try:
             parent_death.arm(parent)
-            _limit_resources()
+            limit_resources()
             grammar = Grammar(GrammarKind(request["kind"]), request["text"])
             answer = self._examiner.examine(grammar, request["parts"])
         except MemoryError:
@@ -183,7 +183,7 @@ class Server:
         sys.stdout.flush()
 
 
-def _limit_resources() -> None:
+def limit_resources() -> None:
     """Memory beyond what the parent's copy has, processor time, and no core file."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_LIMIT_BYTES,) * 2)

@@ -18,6 +18,7 @@ from engine.request import Grammar, GrammarKind
 from server.constraints import Constraint, Part
 from server.errors import ApiError, BadRequest, Unavailable
 from server.grammar_check import MAX_RUNNING, MAX_WAITING, GrammarCheck
+from server.grammar_worker import MEMORY_LIMIT_BYTES, limit_resources
 from tests.server.vectors import write_text_files
 
 VOCAB, EOS = 4096, 1
@@ -112,6 +113,19 @@ async def test_an_explosive_grammar_is_refused_in_time_while_others_pass(check: 
     assert "takes more than 5 s" in message or "too ambiguous" in message or "1 GiB" in message
     assert time.monotonic() - started < 15
     assert worker_of(check).children() == []
+
+
+async def test_memory_of_a_child_is_limited() -> None:
+    pid = os.fork()
+    if pid == 0:
+        limit_resources()
+        try:
+            bytearray(MEMORY_LIMIT_BYTES // 2)
+            bytearray(MEMORY_LIMIT_BYTES + 2**20)
+        except MemoryError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 async def test_a_verdict_is_remembered(check: GrammarCheck) -> None:
