@@ -10,7 +10,7 @@ from typing import Any, Self
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
-from engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from engine.request import FinishReason, Grammar, Output, Request, SamplingParams, TokenLogprob
 from engine.stop_strings import StopStrings
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from hicache.config import HiCacheConfig
@@ -83,12 +83,13 @@ class LLM:
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
         stop: str | Sequence[str] = (),
         detokenize: bool = True,
+        grammar: Grammar | None = None,
         on_progress: Callable[[GenerationProgress], None] | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[GenerationResult]:
         """Run prompts, given as texts or as token ids, to their ends. One `params` for all or one per prompt.
 
-        stop: strings that end every text. detokenize False leaves `text` empty and needs no tokenizer.
+        stop: strings that end every text. grammar: what every text must match. detokenize False leaves `text` empty and needs no tokenizer.
         on_text: called with (index, new text) as it is produced, never with a part that a stop string may still cut.
 
         Raises:
@@ -98,7 +99,7 @@ class LLM:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if stops and not detokenize:
             raise RequestError("stop strings need the text", hint="leave detokenize on, or use stop_token_ids")
-        requests = self._requests(token_ids, _per_prompt(params, len(token_ids)))
+        requests = self._requests(token_ids, _per_prompt(params, len(token_ids)), grammar)
         jobs = {request.request_id: _Job(index, self._text_end(stops, detokenize)) for index, request in enumerate(requests)}
         try:
             for request in requests:
@@ -146,11 +147,11 @@ class LLM:
         texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
         return [self.tokenizer.encode(text, add_special=True) for text in texts]
 
-    def _requests(self, token_ids: list[list[int]], params: list[SamplingParams]) -> list[Request]:
+    def _requests(self, token_ids: list[list[int]], params: list[SamplingParams], grammar: Grammar | None) -> list[Request]:
         self._calls += 1
         requests = []
         for index, (ids, one) in enumerate(zip(token_ids, params, strict=True)):
-            request = Request(f"generate-{self._calls}-{index}", ids, one)
+            request = Request(f"generate-{self._calls}-{index}", ids, one, grammar=grammar)
             try:
                 self.engine.check_request(request)
             except RequestError as error:

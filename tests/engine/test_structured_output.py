@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.grammar_compiler import GrammarBuilds, GrammarCompiler, vocabulary_bytes
+from engine.llm import LLM
 from engine.models import tiny
 from engine.request import FinishReason, Grammar, GrammarKind, Output, Request, SamplingParams, Sequence
 from engine.structured_output import GrammarError, Matcher, apply_masks, num_words, pack_ids, row_masks, unpack
@@ -351,6 +352,13 @@ def test_an_invalid_grammar_ends_its_request_only(kind: GrammarKind, text: str) 
     assert outputs[bad][-1].finish_reason is FinishReason.ERROR
     assert "cannot be compiled" in outputs[bad][-1].error
     assert len(ids(outputs[good])) == 4
+
+
+def test_offline_generation_takes_a_grammar() -> None:
+    with LLM(engine=make_engine(), tokenizer=tokenizer()) as llm:
+        results = llm.generate(["x", "y"], SamplingParams(max_tokens=30, seed=1), grammar=language(["ab", "ba"]))
+    assert [result.finish_reason for result in results] == [FinishReason.STOP] * 2
+    assert {result.text for result in results} <= {"ab", "ba"}
 
 
 def test_a_dead_end_during_generation_ends_its_request_only() -> None:
