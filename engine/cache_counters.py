@@ -18,6 +18,7 @@ class CacheCounters:
     lookup_tokens: int = 0
     hits: int = 0
     hit_tokens: int = 0
+    peer_tokens: int = 0
     resume_tokens: int = 0
     stores: int = 0
     store_tokens: int = 0
@@ -78,7 +79,12 @@ class CacheCounters:
             "store_tokens_total": self.store_tokens,
             "tiers": {
                 "device": dict(no_tier),
-                "host": {"hit_tokens_total": self.hit_tokens, "store_tokens_total": self.store_tokens, "tokens_used": 0},
+                "host": {
+                    "hit_tokens_total": self.hit_tokens - self.peer_tokens,
+                    "store_tokens_total": self.store_tokens,
+                    "tokens_used": 0,
+                },
+                "peer": {**no_tier, "hit_tokens_total": self.peer_tokens},
                 "disk": dict(no_tier),
             },
             "resume_tokens_total": self.resume_tokens,

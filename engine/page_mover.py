@@ -12,16 +12,19 @@ import torch
 
 from engine.cache_faults import FaultyTransfer
 from engine.errors import ConfigError
-from hicache.audit import open_audit
+from hicache.audit import crc_of, open_audit
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
+from hicache.gpu_transfer import BounceTransfer
 from hicache.host_cache import HostCache
 from hicache.host_pool import HostArena, frame_bytes_for
 from hicache.index import NONE, PrefixIndex
 from hicache.open_transfer import open_transfer
+from hicache.peers import PeerMatch
 from hicache.records import Kind, Record, Records
 from hicache.recovery import Recovery, recover
 from hicache.segment import CacheHome, Layout, Segment, open_segment
+from hicache.transfer import CpuTransfer
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
@@ -88,6 +91,32 @@ class PageMover:
                 return BAD_STATE
         self._kv.load_window(slot, position, self._window)
         return INTACT
+
+    def restore_from_peer(self, match: PeerMatch, blocks: Sequence[int], slot: int) -> bool:
+        """Copy a peer's leased pages and state into blocks and a state slot, and end the lease when the copies are done.
+
+        False when the bytes are not those that the peer had described; then the window is not loaded.
+        """
+        peer, rows = match.peer, range(len(match.state))
+        on_cpu = self._kv.blocks.device.type == "cpu"
+        copies = CpuTransfer(peer.arena) if on_cpu else BounceTransfer(peer.arena)
+        copies.copy_in(match.pages, self._kv.blocks, blocks)
+        copies.copy_in(match.state, self._staging, rows)
+        if not on_cpu:
+            torch.cuda.current_stream().synchronize()  # a bounced copy is rare; its lease must not end before it
+        intact = peer.unchanged(match) and (not on_cpu or self._as_described(match, blocks))
+        peer.release(match)
+        if intact:
+            self._kv.load_window(slot, match.tokens, self._window)
+        return intact
+
+    def _as_described(self, match: PeerMatch, blocks: Sequence[int]) -> bool:
+        """Compare a sample of the pages, and the state, with the peer's checksums, as every restore does."""
+        chosen = self._audit.choose(len(match.pages))
+        if chosen is None:
+            return True
+        rows = [self._kv.blocks[block] for block in blocks] + list(self._staging)
+        return all(match.records[i].checksum in (0, crc_of(rows[i])) for i in [*chosen, *range(len(match.pages), len(rows))])
 
     def store_pages(self, blocks: Sequence[int], frames: Sequence[int]) -> None:
         """Enqueue the copies of blocks into frames."""

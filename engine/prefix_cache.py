@@ -26,6 +26,7 @@ from hicache.host_pool import Owner
 from hicache.in_flight import InFlightTable, Producer
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
+from hicache.peers import OwnLeases, PeerMatch, Peers
 from hicache.policy import Miss, align_down, chunk_states, prefill_states, restore_cap
 from hicache.recovery import Recovery
 from hicache.reservation import PageReservation, StateReservation
@@ -78,6 +79,7 @@ class PrefixCache:
             num_frames, self._page_tokens, self.mover.frames_per_state, config.state_slots, self._interval, self.mover.forget
         )
         self.recovery = self._recover()
+        self._peers = self._open_peers(home)
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
         self._in_flight = InFlightTable(clock)
@@ -101,6 +103,13 @@ class PrefixCache:
         log.info("host cache taken over: %d pages, %d states; %d frames dropped", found.pages, found.states, found.dropped)
         return found
 
+    def _open_peers(self, home: CacheHome | None) -> Peers | None:
+        segment = self.mover.segment
+        if home is None or home.ranks == 1 or segment is None or not self._config.share:
+            return None
+        self.cache.pool.watch_leases(OwnLeases(segment, home.rank).leased)
+        return Peers(home, segment.layout, self._clock)
+
     # -- admission ---------------------------------------------------------------------------------------------------------
 
     def plan(self, seq: Sequence) -> Plan:
@@ -117,15 +126,28 @@ class PrefixCache:
             return Plan(PlanKind.MISS, 0, Miss.BYPASS, match)
         state, miss = self.cache.restore_point(match.path, seq.prefill_len, self._keep_tokens, self._config.min_restore_tokens)
         tokens = index.position[state] if state != NONE else 0
+        match.peer = self._find_at_peer(seq, match, tokens)
+        if match.peer is not None:
+            tokens, state, miss = match.peer.tokens, NONE, None
         if self._holds(seq, match, tokens):
             return Plan(PlanKind.HOLD, 0, "in_flight", match)
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
         if self._step_bytes and self._step_bytes + self._restore_bytes(tokens) > self._config.max_restore_bytes_per_step:
             return Plan(PlanKind.HOLD, 0, "restore_budget", match)
+        if match.peer is not None:
+            return Plan(PlanKind.HIT, tokens, "peer", match)
         index.pin_state(state)
         match.state = state
         return Plan(PlanKind.HIT, tokens, StateReason(index.reason[state]).name.lower(), match)
+
+    def _find_at_peer(self, seq: Sequence, match: Match, own_tokens: int) -> PeerMatch | None:
+        """A lease on what another rank holds of the prompt, when it reaches further than our own arena."""
+        cap = restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens)
+        least = max(own_tokens + self._page_tokens, self._config.min_restore_tokens)
+        if self._peers is None or cap < least:
+            return None
+        return self._peers.find(match.keys, cap // self._page_tokens, least)
 
     def begin_step(self) -> None:
         """A scheduling step begins: its restores may take `max_restore_bytes_per_step`, and at least one always goes through. Without
@@ -133,6 +155,7 @@ class PrefixCache:
         """
         self._step_bytes = 0
         self.mover.settle()
+        self.cache.pool.collect_leased()
 
     def _restore_bytes(self, tokens: int) -> int:
         return tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes
@@ -213,6 +236,12 @@ class PrefixCache:
     def _copy_in(self, seq: Sequence, match: Match, tokens: int) -> int:
         """Copy pages and state. Returns `tokens`, or 0 when the bytes are not those that were stored: then all is computed anew."""
         index, num_pages = self.cache.index, tokens // self._page_tokens
+        if match.peer is not None:
+            peer, match.peer = match.peer, None
+            intact = self.mover.restore_from_peer(peer, seq.block_table[:num_pages], seq.state_slot)
+            self.counters.peer_tokens += tokens if intact and seq.cached_tokens is None else 0
+            self.counters.checksum_errors += not intact
+            return tokens if intact else 0
         index.check_page(match.path[num_pages - 1], seq.token_ids, self._page_tokens)
         if index.has_dropped(match.path):
             return 0
@@ -355,6 +384,9 @@ class PrefixCache:
 
     def _release(self, match: Match | None) -> None:
         if match is not None:
+            if match.peer is not None:
+                match.peer.peer.release(match.peer)
+                match.peer = None
             self._unpin_state(match)
             self.cache.unpin(match.path)
             match.path = []
@@ -386,7 +418,7 @@ class PrefixCache:
         leaves["evicted_tokens_total"] = self.cache.evicted_pages * size
         leaves["evicted_frames_total"] = dict(self.cache.evicted_frames)
         leaves["tiers"]["host"]["tokens_used"] = num_pages * size
-        leaves["frames"] = {"free": pool.num_free, "page": num_pages, "state": pool.count(Owner.STATE)}
+        leaves["frames"] = {"free": pool.num_free, "page": num_pages, "state": pool.count(Owner.STATE), "leased": pool.count(Owner.LEASED)}
         leaves["states"] = index.num_states
         leaves["pinned_sequences"] = len(self._planned) + len(self._active)
         leaves["held_requests"] = len(self._held_since)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from engine.request import Sequence
 from hicache.index import NONE, StateReason
+from hicache.peers import PeerMatch
 
 
 class PlanKind(StrEnum):
@@ -22,7 +23,7 @@ class Match:
     """What one sequence found and still pins.
 
     path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. wanted: positions where
-    a chunk ends and a state is kept, with its reason.
+    a chunk ends and a state is kept, with its reason. peer: leased pages of another rank, when those reach further.
     """
 
     seq: Sequence
@@ -31,6 +32,7 @@ class Match:
     path: list[int] = field(default_factory=list)
     state: int = NONE
     wanted: dict[int, StateReason] = field(default_factory=dict)
+    peer: PeerMatch | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class HostAudit:
 
     def store(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
         for row, frame in zip(rows, frames, strict=True):
-            self._sums[frame] = _crc(device[row])
+            self._sums[frame] = crc_of(device[row])
 
     def choose(self, num_pages: int) -> list[int] | None:
         last = 0 if self._full else max(0, num_pages - ALWAYS_VERIFIED)
@@ -77,7 +77,7 @@ class HostAudit:
     def first_bad(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> int | None:
         pairs = enumerate(zip(frames, rows, strict=True))
         sums = self._sums
-        return next((i for i, (frame, row) in pairs if sums[frame] and _crc(device[row]) != sums[frame]), None)
+        return next((i for i, (frame, row) in pairs if sums[frame] and crc_of(device[row]) != sums[frame]), None)
 
     def checksum(self, frame: int) -> int:
         return self._sums[frame]
@@ -137,7 +137,8 @@ def open_audit(mode: str, num_frames: int, frame_bytes: int, device: torch.devic
     return DeviceAudit(num_frames, frame_bytes, device, full=mode == "full")
 
 
-def _crc(row: Tensor) -> int:
+def crc_of(row: Tensor) -> int:
+    """crc32 of a row of bytes in host memory."""
     buffer: Any = row.numpy()  # an array is a buffer, which its type only says from Python 3.12 on
     return zlib.crc32(buffer)
 

@@ -35,6 +35,7 @@ class HiCacheConfig:
         "Where the arena lives: in shared memory that survives a rank's death, or private to the rank.",
         choices=("auto", "private"),
     )
+    share: bool = knob(True, "Ranks of one host restore from each other's arenas; needs segment=auto.")
     keep_on_exit: bool = knob(False, "Keep the arena when the server stops, for the next start of the same server.")
     audit: str = knob("sampled", "Checksums of stored pages.", choices=("off", "sampled", "full"))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
 import torch
@@ -68,6 +68,9 @@ class HostArena:
         self.rows[torch.tensor(list(frames), dtype=torch.int64)] = POISON
 
 
+Leased = Callable[[Sequence[int]], Collection[int]]  # those of the given frames that peers are reading
+
+
 class Owner(IntEnum):
     """Who holds a frame. RESERVED frames are being written and invisible to every lookup."""
 
@@ -75,6 +78,7 @@ class Owner(IntEnum):
     RESERVED = 1
     PAGE = 2
     STATE = 3
+    LEASED = 4  # given back, but a peer is still reading it
 
 
 class FramePool:
@@ -89,7 +93,9 @@ class FramePool:
         self._on_free = on_free
         self._free = array("i", range(num_frames - 1, -1, -1))
         self._owner = bytearray(num_frames)
-        self._held = [0, 0, 0, 0]  # frames per owner, FREE unused
+        self._held = [0, 0, 0, 0, 0]  # frames per owner, FREE unused
+        self._leased: Leased | None = None
+        self._waiting: list[int] = []  # LEASED frames
 
     @property
     def num_free(self) -> int:
@@ -138,10 +144,32 @@ class FramePool:
         """Give frames back, whatever they held."""
         if self._on_free is not None:
             self._on_free(frames)
+        kept = self._leased(frames) if self._leased is not None and frames else ()
         owners, held = self._owner, self._held
         for frame in frames:
             owner = owners[frame]
-            assert owner != Owner.FREE, f"frame {frame} is freed twice"
+            assert owner not in (Owner.FREE, Owner.LEASED), f"frame {frame} is freed twice"
             held[owner] -= 1
-            owners[frame] = Owner.FREE
-            self._free.append(frame)
+            if frame in kept:
+                owners[frame] = Owner.LEASED
+                held[Owner.LEASED] += 1
+                self._waiting.append(frame)
+            else:
+                owners[frame] = Owner.FREE
+                self._free.append(frame)
+
+    def watch_leases(self, leased: Leased) -> None:
+        """From now on frames that a peer reads are not used again before it has finished."""
+        self._leased = leased
+
+    def collect_leased(self) -> None:
+        """Take back the frames whose readers have finished."""
+        if not self._waiting or self._leased is None:
+            return
+        still = self._leased(self._waiting)
+        for frame in self._waiting:
+            if frame not in still:
+                self._owner[frame] = Owner.FREE
+                self._held[Owner.LEASED] -= 1
+                self._free.append(frame)
+        self._waiting = [frame for frame in self._waiting if frame in still]

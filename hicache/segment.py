@@ -74,14 +74,14 @@ class Layout:
 
     @property
     def data_at(self) -> int:
-        return self.leases_at + self.ranks * _round(self.num_frames)
+        return self.leases_at + self.ranks * _round(16 + self.num_frames)
 
     @property
     def num_bytes(self) -> int:
         return self.data_at + self.num_frames * self.frame_bytes
 
     def lease_row_at(self, rank: int) -> int:
-        return self.leases_at + rank * _round(self.num_frames)
+        return self.leases_at + rank * _round(16 + self.num_frames)
 
     def header(self) -> bytes:
         fixed = _FIXED.pack(
@@ -152,6 +152,30 @@ def open_segment(home: CacheHome, layout: Layout) -> Segment:
         note = str(refusal)
         log.warning("what the host cache had stored is given up: %s", note)
     return _create(path, layout, home.origin, note)
+
+
+def open_peer(path: Path, layout: Layout) -> Segment:
+    """Another rank's segment of the same layout, to read. Its lock stays with its owner.
+
+    Raises:
+        SegmentRefused: it was not made for `layout`. OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        check_owner(path, descriptor)
+        check_header(path, os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size, layout)
+        return Segment(path, descriptor, layout, reused=True)
+    finally:
+        os.close(descriptor)  # the mapping keeps the file
+
+
+def process_start(pid: int) -> int:
+    """When a process began, in clock ticks since the host's start: tells a reused pid from the original. 0 when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])
 
 
 def _open_existing(path: Path) -> int | None:

@@ -55,7 +55,7 @@ class Rate:
 
 
 def _off_device(leaf: str) -> Reader:
-    return lambda record: _leaf("prefix_cache", "tiers", "host", leaf)(record) + _leaf("prefix_cache", "tiers", "disk", leaf)(record)
+    return lambda record: sum(_leaf("prefix_cache", "tiers", tier, leaf)(record) for tier in ("host", "peer", "disk"))
 
 
 ODDITIES = ("history_missing_reasoning", "malformed_calls", "undeclared_calls", "invalid_json_values", "duplicate_parameters")
@@ -190,7 +190,7 @@ class RankCollector(Collector):
             "deepinfer:prefix_cache_hit_tokens", "tokens not computed thanks to the cache", labels=(*LABELS, "tier")
         )
         for view in self.pool.ranks:
-            for tier in ("device", "host", "disk"):
+            for tier in ("device", "host", "peer", "disk"):
                 read = _leaf("prefix_cache", "tiers", tier, "hit_tokens_total")
                 family.add_metric([*self._labels(view), tier], read(added(view.stats, view.retired)))
         return family

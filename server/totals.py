@@ -29,7 +29,7 @@ def empty_record() -> Record:
             "store_tokens_total": 0,
             "evictions_total": 0,
             "evicted_tokens_total": 0,
-            "tiers": {"device": _tier(), "host": _tier(), "disk": _tier()},
+            "tiers": {"device": _tier(), "host": _tier(), "peer": _tier(), "disk": _tier()},
         },
         "spec": {"drafts_total": 0, "draft_tokens_total": 0, "accepted_tokens_total": 0},
     }

@@ -20,7 +20,7 @@ from server.errors import ServerUnreachable
 
 RECENT = 2000  # latencies kept for the percentiles on the screen
 NOW = 10  # the "now" column: mean of the last few
-TIERS = ("device", "host", "disk")
+TIERS = ("device", "host", "peer", "disk")
 _PHASE = re.compile(r"Phase (agentic\.warmup|warmup|profiling) \((?:warmup|profiling)\) (started|complete)\b")
 PHASES = {"agentic.warmup": "warm-up", "warmup": "warm-up", "profiling": "window"}
 
