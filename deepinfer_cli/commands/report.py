@@ -39,6 +39,7 @@ def _report(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write every number, long form.")] = None,
     parquet: Annotated[Path | None, typer.Option("--parquet", metavar="FILE", help="The same as Parquet.")] = None,
+    explain: Annotated[str, typer.Option("--explain", metavar="METRIC", help="Say what a number means, and print nothing else.")] = "",
     png: Annotated[Path | None, typer.Option("--png", metavar="DIR", help="Write figures as PNG files.")] = None,
 ) -> int:
     """Show runs, compare them with a baseline, export the numbers.
@@ -46,9 +47,12 @@ def _report(
       dix report                                    the last run
       dix report --html report.html --csv numbers.csv
       dix report new --baseline base --fail-over 3%
+      dix report --explain TPOT                     what a number means
 
     Exit code 1: a regression past --fail-over. 5: the run is not valid, or the runs cannot be compared.
     """
+    if explain:
+        return show_meaning(call, explain)
     chosen = load(call, runs or ["last"])
     base = load(call, baseline or [])
     result = (
@@ -69,6 +73,26 @@ def _report(
     if limit is not None and result is not None and worst_regression(result) > limit:
         return ExitCode.NO
     return ExitCode.OK if all(s.run.get("valid") for s in chosen) else ExitCode.INVALID
+
+
+def show_meaning(call: Invocation, word: str) -> int:
+    import dataclasses
+
+    from deepinfer_cli.report.explain import explain
+
+    found = explain(word)
+    if call.json:
+        call.ui.document("dix.explain/1", {"metrics": [dataclasses.asdict(meaning) for meaning in found]})
+        return ExitCode.OK
+    for index, meaning in enumerate(found):
+        if index:
+            call.ui.print()
+        call.ui.print(f"{meaning.name}{f' ({meaning.unit})' if meaning.unit else ''}", "accent")
+        call.ui.print(meaning.what)
+        call.ui.print(f"  = {meaning.formula}")
+        if meaning.beware:
+            call.ui.print(f"  beware: {meaning.beware}", "warning")
+    return ExitCode.OK
 
 
 def load(call: Invocation, names: list[str]) -> list[Summary]:

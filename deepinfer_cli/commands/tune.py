@@ -6,7 +6,7 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -106,10 +106,10 @@ def measure_all(bench: Bench, plan: Plan, costs: StepCosts) -> tuple[list[Measur
     import pandas as pd
 
     from deepinfer_cli.bench.cells import in_order
-    from deepinfer_cli.tune.measure import Measurement, columns, load_sample, lone_sample, refined
+    from deepinfer_cli.tune.measure import Measurement, columns, load_sample, lone_sample, refined, under_load
 
     out = [Measurement(value) for value in plan.values]
-    alone, prompt_tokens = [], plan.load.prompt.first_tokens
+    alone, loads, gaps = [], [], []
     for index in in_order(len(plan.values), plan.repeats, "abba"):
         summary = bench.run(plan.lone, plan.values[index], "lone")
         alone.append(columns(summary))
@@ -117,26 +117,30 @@ def measure_all(bench: Bench, plan: Plan, costs: StepCosts) -> tuple[list[Measur
         out[index].run_ids.append(summary.name)
         if plan.loaded:
             summary = bench.run(plan.load, plan.values[index], "load")
-            prompt_tokens = int(columns(summary)["prompt_tokens"].median())
+            loads.append(columns(summary))
+            gaps.append(summary.gaps["gap_ms"])
             sample = load_sample(summary, sample)
             out[index].run_ids.append(summary.name)
         out[index].runs.append(sample)
-    together = pd.concat(alone)
-    costs = refined(costs, together)
-    predict(bench, plan, costs, out, int(together["prompt_tokens"].median()), prompt_tokens)
+    lone = pd.concat(alone)
+    costs = refined(costs, lone)
+    load_costs = under_load(costs, pd.concat(loads), pd.concat(gaps)) if loads else costs
+    tokens = [int(pd.concat(frames)["prompt_tokens"].median()) for frames in (alone, loads or alone)]
+    predict(bench, plan, out, (costs, tokens[0]), (load_costs, tokens[1]))
     return out, costs
 
 
-def predict(bench: Bench, plan: Plan, costs: StepCosts, measured: list[Measurement], lone_tokens: int, load_tokens: int) -> None:
-    """The simulator's account of every value."""
+def predict(bench: Bench, plan: Plan, measured: list[Measurement], lone: tuple[StepCosts, int], load: tuple[StepCosts, int]) -> None:
+    """The simulator's account of every value; lone, load: step times and prompt tokens of each kind of run."""
     from deepinfer_cli.tune.measure import simulated_sample, workload
-    from deepinfer_cli.tune.simulator import simulate
+    from deepinfer_cli.tune.simulator import Simulated, simulate
 
-    facts: dict[str, Any] = {"ranks": bench.ranks, "attempt": bench.attempt, "costs": costs}
+    def play(recipe: Recipe, facts: tuple[StepCosts, int], value: int) -> list[Simulated]:
+        return simulate(workload(recipe, facts[1]), ranks=bench.ranks, attempt=bench.attempt, any_=value, costs=facts[0])
+
     for m in measured:
-        lone = simulate(workload(plan.lone, lone_tokens), any_=m.value, **facts)
-        load = simulate(workload(plan.load, load_tokens), any_=m.value, **facts) if plan.loaded else []
-        m.simulated = simulated_sample(lone, load, costs)
+        together = play(plan.load, load, m.value) if plan.loaded else []
+        m.simulated = simulated_sample(play(plan.lone, lone, m.value), together, lone[0], load[0])
 
 
 def keep(call: Invocation, bench: Bench, choice: Choice, measured: list[Measurement]) -> Path | None:

@@ -42,6 +42,11 @@ class Measure:
     column: str = ""
     digits: int = 1
 
+    @property
+    def question(self) -> tuple[str, bool]:
+        """Numbers of one question move together: the middle of a latency is one, its tail another."""
+        return self.metric, self.stat in ("p90", "p95", "p99")
+
     def statistic(self) -> Callable[[Array], float]:
         if self.stat == "mean":
             return lambda values: float(np.mean(values))
@@ -101,12 +106,32 @@ def compare(
         raise NotComparable(f"the runs differ in {', '.join(differences)}", hint="compare runs of one recipe and model, or --force")
     base, new, notes = _valid(base, "base"), _valid(new, "new"), []
     notes += differing_settings(base[0], new[0])
-    lines = [
-        line for m in MEASURES if metric.lower() in m.label.lower() and (line := _compare(m, base, new, confidence, margin)) is not None
-    ]
+    wanted = [m for m in MEASURES if metric.lower() in m.label.lower() and _values(m, base) and _values(m, new)]
+    rule = Rule(confidence, margin, len({m.question for m in wanted}))
+    lines = [line for m in wanted if (line := _compare(m, base, new, rule)) is not None]
+    if len(lines) > 1:
+        notes.append(f"better and worse hold for all lines together with {confidence:.0%} confidence (Bonferroni over {rule.questions})")
     if any(line.within_one_run for line in lines):
         notes.append("one run on a side: intervals hold within these runs only; repeat with --repeats 5 on both sides")
     return Result(lines, notes, f"forced comparison of different {', '.join(differences)}" if differences else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How verdicts are reached. questions: asked at once; each gets its part of the risk of a false claim."""
+
+    confidence: float
+    margin: float
+    questions: int
+
+    @property
+    def strict(self) -> float:
+        """Confidence of one claim when no claim at all may be wrong."""
+        return 1 - (1 - self.confidence) / max(1, self.questions)
+
+
+def _values(measure: Measure, side: list[Summary]) -> list[float]:
+    return [value for summary in side if (value := summary.value(measure.metric, measure.stat)) is not None]
 
 
 def _valid(side: list[Summary], name: str) -> list[Summary]:
@@ -143,36 +168,38 @@ def _pairs(labels: dict[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in labels.items()) or "none"
 
 
-def _compare(measure: Measure, base: list[Summary], new: list[Summary], confidence: float, margin: float) -> Comparison | None:
-    a, b = ([v for s in side if (v := s.value(measure.metric, measure.stat)) is not None] for side in (base, new))
+def _compare(measure: Measure, base: list[Summary], new: list[Summary], rule: Rule) -> Comparison | None:
+    a, b = _values(measure, base), _values(measure, new)
     if not a or not b or min(a) <= 0:
         return None
     old, now = math.exp(float(np.mean(np.log(a)))), float(np.exp(np.mean(np.log(b)))) if min(b) > 0 else float(np.mean(b))
-    interval = welch_ratio(a, b, confidence)
-    within = interval is None and len(a) == len(b) == 1 and bool(measure.column)
+    shown, strict = (welch_ratio(a, b, confidence) for confidence in (rule.confidence, rule.strict))
+    within = shown is None and len(a) == len(b) == 1 and bool(measure.column)
     if within:
         blocks = [_blocks(side[0], measure.column) for side in (base, new)]
-        interval = bootstrap_ratio(blocks[0], blocks[1], measure.statistic(), confidence)
-    change = interval.value if interval is not None else now / old - 1
-    return Comparison(measure.label, old, now, change, interval, judge(interval, margin, measure.higher_is_better), within, measure.digits)
+        statistic = measure.statistic()
+        shown, strict = (bootstrap_ratio(blocks[0], blocks[1], statistic, confidence) for confidence in (rule.confidence, rule.strict))
+    change = shown.value if shown is not None else now / old - 1
+    verdict = judge(shown, strict, rule.margin, measure.higher_is_better)
+    return Comparison(measure.label, old, now, change, shown, verdict, within, measure.digits)
 
 
-def judge(interval: Interval | None, margin: float, higher_is_better: bool) -> Verdict:
-    """better or worse: the whole interval on one side of zero and not inside the margin. same: all of it inside ±margin."""
-    if interval is None:
+def judge(shown: Interval | None, strict: Interval | None, margin: float, higher_is_better: bool) -> Verdict:
+    """same: the whole interval inside ±margin. better or worse: the whole strict interval on one side of zero."""
+    if shown is None or strict is None:
         return Verdict.UNKNOWN
-    if -margin <= interval.low and interval.high <= margin:
+    if -margin <= shown.low and shown.high <= margin:
         return Verdict.SAME
-    if interval.low > 0:
+    if strict.low > 0:
         return Verdict.BETTER if higher_is_better else Verdict.WORSE
-    if interval.high < 0:
+    if strict.high < 0:
         return Verdict.WORSE if higher_is_better else Verdict.BETTER
     return Verdict.UNKNOWN
 
 
 def _blocks(summary: Summary, column: str) -> list[Array]:
     """Values of one run in windows of 60 s; of a shorter run, in five windows."""
-    good = summary.requests[summary.requests["ok"] & summary.requests[column].notna()]
+    good = summary.good[summary.good[column].notna()]
     if good.empty:
         return []
     start_s = good["start_s"].to_numpy(dtype=np.float64)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from deepinfer_cli.report.plots import thinned
 from deepinfer_cli.report.stats import Summary
 
 COLUMNS = ["run", "group", "metric", "stat", "value", "unit", "n", "low", "high", "note"]
@@ -40,9 +42,9 @@ def write_png(summaries: list[Summary], folder: Path) -> list[Path]:
     for metric, column in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("End to end", "e2e_ms")):
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for summary in summaries:
-            values = summary.requests.loc[summary.requests["ok"], column].dropna().sort_values()
+            values = thinned(np.sort(summary.good[column].dropna().to_numpy(dtype=np.float64)))
             if len(values):
-                axes.step(values, [(i + 1) / len(values) for i in range(len(values))], where="post", label=summary.title)
+                axes.step(values, (np.arange(len(values)) + 1) / len(values), where="post", label=summary.title)
         axes.set(xlabel=f"{metric} (ms)", ylabel="share of requests", title=_title(f"{metric} distribution", summaries), ylim=(0, 1.02))
         axes.legend(fontsize=7, frameon=False)
         written.append(_save(figure, folder / f"{column.removesuffix('_ms')}.png"))

@@ -8,6 +8,7 @@ from html import escape
 
 from deepinfer_cli.report.compare import Result
 from deepinfer_cli.report.plots import Figure, figures
+from deepinfer_cli.report.script import JS
 from deepinfer_cli.report.stats import Summary
 from deepinfer_cli.report.style import CSS
 from deepinfer_cli.report.tables import Grid, grids, show_share
@@ -34,11 +35,12 @@ def page(summaries: Sequence[Summary], result: Result | None = None) -> str:
 def document(title: str, parts: Sequence[str]) -> str:
     """A page around its parts."""
     made = time.strftime("%Y-%m-%d %H:%M %Z")
+    head = f"<header><h1>{escape(title)}</h1><p class='quiet'>made {escape(made)}</p></header>"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head><body><main>"
-        f"<header><h1>{escape(title)}</h1><p class='quiet'>made {escape(made)}</p></header>{''.join(parts)}</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>"
+        f"<body><main>{head}{''.join(parts)}</main><script>{JS}</script></body></html>\n"
     )
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from deepinfer_cli.bench.runs import read_run
 from deepinfer_cli.report.intervals import Array
+from deepinfer_cli.report.server_side import Growth, growths, speculation, split_of_ttft
 from hicache.errors import ConfigError
 
 STATS = ("mean", "p50", "p90", "p95", "p99", "max")
 LATENCIES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
+NAMES_OF_REQUESTS = frozenset({"run", "request_id", "session_id", "root_id", "parent_id", "finish_reason"})
 BEYOND = 10  # requests that must lie beyond a percentile before it is printed
 
 
@@ -35,12 +37,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run: its `run.json`, every number, the distinct errors, and the tables behind the plots."""
+    """One run: its `run.json`, every number, the distinct errors, and the tables behind the plots. good: the requests that count."""
 
     run: dict[str, Any]
     rows: list[Row]
     errors: list[tuple[str, int]]
     requests: pd.DataFrame
+    good: pd.DataFrame
     gaps: pd.DataFrame
     timeline: pd.DataFrame
     folder: Path
@@ -79,39 +82,70 @@ class Summary:
 
 def percentile(values: Array, p: float) -> float | None:
     """Linear percentile, or None when fewer than ten values lie beyond it."""
+    return float(np.percentile(values, p)) if enough_beyond(len(values), p) else None
+
+
+def enough_beyond(n: int, p: float) -> bool:
     # A tolerance of one part in a billion: 100 * (1 - 0.9) is 9.999… in binary.
-    if len(values) * (1 - p / 100) < BEYOND - 1e-9:
-        return None
-    return float(np.percentile(values, p))
+    return n * (1 - p / 100) >= BEYOND - 1e-9
 
 
-def distribution(group: str, metric: str, values: Array, unit: str = "ms") -> list[Row]:
+def distribution(group: str, metric: str, values: NDArray[np.floating[Any]], unit: str = "ms") -> list[Row]:
     """Mean, percentiles and maximum of one latency."""
     values = values[~np.isnan(values)]
     n = len(values)
     if not n:
         return []
-    known: dict[str, float | None] = {"mean": float(values.mean()), "max": float(values.max())}
-    known |= {stat: percentile(values, float(stat[1:])) for stat in STATS if stat.startswith("p")}
-    return [Row(group, metric, stat, known[stat], unit, n) for stat in STATS]
+    known: dict[str, float | None] = {"mean": float(values.mean(dtype=np.float64)), "max": float(values.max())}
+    wanted = [stat for stat in STATS if stat.startswith("p") and enough_beyond(n, float(stat[1:]))]
+    if wanted:
+        found = np.percentile(values, [float(stat[1:]) for stat in wanted])
+        known |= {stat: float(value) for stat, value in zip(wanted, found, strict=True)}
+    return [Row(group, metric, stat, known.get(stat), unit, n) for stat in STATS]
 
 
 def summarize(folder: Path) -> Summary:
     """Read a run directory. Raises: ConfigError when it holds no requests table."""
     run = read_run(folder)
     try:
-        requests = pd.read_parquet(folder / "requests.parquet")
-        gaps = pd.read_parquet(folder / "chunks.parquet")
+        requests = read_requests(folder / "requests.parquet")
+        gaps = pd.read_parquet(folder / "chunks.parquet", columns=["gap_ms"])
         timeline = pd.read_parquet(folder / "timeline.parquet")
     except OSError:
         raise ConfigError(f"run {folder.name} has no tables: it ended before it measured anything", hint="dix bench run again") from None
-    good = requests[requests["ok"]]
-    rows = _latencies("all", good) + distribution("all", "itl", _floats(gaps, "gap_ms"))
-    rows += _throughput(good) + _counts(requests) + _hit_rates(good)
+    itl = gaps["gap_ms"].to_numpy() if len(gaps) else np.empty(0)
+    good = requests if requests["ok"].all() else requests[requests["ok"]]
+    rows = _latencies("all", good) + distribution("all", "itl", itl.astype(np.float32))
+    rows += _throughput(good) + _counts(requests) + _cache_rows("all", good)
+    for metric, values in split_of_ttft(good).items():
+        rows += distribution("all", metric, values.to_numpy(dtype=np.float64))
     for turn, part in good.groupby("turn"):
         rows += _latencies(f"turn {turn}", part) + _cache_rows(f"turn {turn}", part)
-    rows += _ranks(run, good)
-    return Summary(run, rows, _errors(requests), requests, gaps, timeline, folder)
+        rows += [
+            Row(f"turn {turn}", metric, "mean", float(values.mean()), "ms", len(values)) for metric, values in split_of_ttft(part).items()
+        ]
+    found = growths(run)
+    rows += _ranks(found, good)
+    rows += [Row("all", "speculation", name, value, "", len(found)) for name, value in speculation(found).items()]
+    return Summary(run, rows, _errors(requests), requests, good, gaps, timeline, folder)
+
+
+def read_requests(path: Path) -> pd.DataFrame:
+    """One row per request, without its names: a million of them weigh more than all the numbers. Words are categories."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(path)
+    columns = [name for name in schema.names if name not in NAMES_OF_REQUESTS]
+    words = [name for name in columns if pa.types.is_string(schema.field(name).type) or pa.types.is_large_string(schema.field(name).type)]
+    table = pq.read_table(path, columns=columns, read_dictionary=words)
+    frame: pd.DataFrame = table.to_pandas(split_blocks=True, self_destruct=True, ignore_metadata=True, types_mapper=_nullable(pa))
+    return frame
+
+
+def _nullable(pa: Any) -> Any:
+    """Integers that may be missing stay integers."""
+    return {pa.int64(): pd.Int64Dtype()}.get
 
 
 def _floats(frame: pd.DataFrame, column: str) -> Array:
@@ -155,10 +189,6 @@ def _counts(requests: pd.DataFrame) -> list[Row]:
     return out
 
 
-def _hit_rates(good: pd.DataFrame) -> list[Row]:
-    return _cache_rows("all", good)
-
-
 def _cache_rows(group: str, part: pd.DataFrame) -> list[Row]:
     """Sum over sum, not the mean of ratios. Without numbers from the server there is no rate."""
     known = part[part["cached_tokens"].notna() & part["prompt_tokens"].notna()]
@@ -173,26 +203,24 @@ def _cache_rows(group: str, part: pd.DataFrame) -> list[Row]:
     ]
 
 
-def _ranks(run: Mapping[str, Any], good: pd.DataFrame) -> list[Row]:
+def _ranks(found: list[Growth], good: pd.DataFrame) -> list[Row]:
     """The server's own counters, per rank and summed, over the run; requests per rank where answers name one."""
-    before, after = run.get("counters_before"), run.get("counters_after")
-    if not before or not after:
+    if not found:
         return []
     out: list[Row] = []
     total_looked = total_hit = total_cached = 0.0
-    old = {rank["rank"]: rank for rank in before.get("ranks") or []}
-    for rank in after.get("ranks") or []:
-        group, then = f"rank {rank['rank']}", old.get(rank["rank"], {})
-        # A rank that was replaced counts from zero again.
-        then = then if then.get("generation") == rank.get("generation") else {}
-        part = good[good["rank"] == rank["rank"]]
-        looked, hit = (_growth(rank, then, "prefix_cache", name) for name in ("lookup_tokens_total", "hit_tokens_total"))
-        prompt, cached, output = (_growth(rank, then, "tokens", name) for name in ("prompt_total", "cached_total", "generated_total"))
+    for growth in found:
+        group = f"rank {growth.rank}"
+        part = good[good["rank"] == growth.rank]
+        looked, hit = (growth.of("prefix_cache", name) for name in ("lookup_tokens_total", "hit_tokens_total"))
+        prompt, cached, output = (growth.of("tokens", name) for name in ("prompt_total", "cached_total", "generated_total"))
         total_looked, total_hit, total_cached = total_looked + looked, total_hit + hit, total_cached + cached
         n = len(part)
+        client = float(part["cached_tokens"].sum()) if n and part["cached_tokens"].notna().any() else None
         out += [
             Row(group, "prompt_tokens", "sum", prompt, "tokens", n),
             Row(group, "cached_tokens", "sum", cached, "tokens", n),
+            Row(group, "cached_tokens_client", "sum", client, "tokens", n),
             Row(group, "output_tokens", "sum", output, "tokens", n),
             Row(group, "hit_rate_server", "value", hit / looked if looked else None, "share", n),
         ]
@@ -202,11 +230,7 @@ def _ranks(run: Mapping[str, Any], good: pd.DataFrame) -> list[Row]:
     return out
 
 
-def _growth(now: Mapping[str, Any], then: Mapping[str, Any], group: str, name: str) -> float:
-    return float((now.get(group) or {}).get(name, 0)) - float((then.get(group) or {}).get(name, 0))
-
-
 def _errors(requests: pd.DataFrame) -> list[tuple[str, int]]:
-    bad = requests[~requests["ok"]]
+    bad = requests.loc[~requests["ok"], ["outcome", "error_code", "error_text"]].astype(str)
     counts = (bad["outcome"] + ": " + bad["error_text"].where(bad["error_text"] != "", bad["error_code"])).value_counts()
     return [(str(text).removesuffix(": "), int(count)) for text, count in counts.items()]

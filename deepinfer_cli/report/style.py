@@ -56,6 +56,11 @@ svg .dot{fill-opacity:.75;stroke:none}
 .dot.s0,.bar.s0{fill:var(--s0)}.dot.s1,.bar.s1{fill:var(--s1)}.dot.s2,.bar.s2{fill:var(--s2)}.dot.s3,.bar.s3{fill:var(--s3)}
 .dot.s4,.bar.s4{fill:var(--s4)}
 .dot.s5,.bar.s5{fill:var(--s5)}
+svg .cross{stroke:var(--quiet);stroke-width:1;stroke-dasharray:3 3;opacity:0;pointer-events:none}
+svg .lit{stroke:var(--ink);stroke-width:1.5;fill-opacity:1}
+#tip{position:fixed;z-index:9;opacity:0;pointer-events:none;white-space:pre;background:var(--ink);color:var(--card);
+font:12px/1.45 system-ui,sans-serif;padding:6px 9px;border-radius:6px;max-width:min(440px,90vw);overflow:hidden;transition:opacity .08s;
+font-variant-numeric:tabular-nums}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;padding:0;margin:8px 0 0;font-size:12px;color:var(--quiet)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
 i.s0{background:var(--s0)}i.s1{background:var(--s1)}i.s2{background:var(--s2)}i.s3{background:var(--s3)}i.s4{background:var(--s4)}i.s5{background:var(--s5)}

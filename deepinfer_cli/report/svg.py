@@ -10,6 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 720, 280
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44
 SERIES_COLORS = 6
+FEW_POINTS = 60  # up to here a distribution shows every request as a dot
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class Scale:
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
         at = math.log10(max(value, self.low)) if self.log else value
         return self.start + (at - low) / ((high - low) or 1.0) * (self.end - self.start)
+
+    def plain(self) -> str:
+        """For the script of the page: ends in values, ends in pixels, and whether it is logarithmic."""
+        return f"{self.low:.6g},{self.high:.6g},{self.start:g},{self.end:g},{int(self.log)}"
 
     def ticks(self) -> list[float]:
         return log_ticks(self.low, self.high) if self.log else linear_ticks(self.low, self.high)
@@ -76,6 +81,8 @@ class Canvas:
     def __init__(self, title: str, width: int = WIDTH, height: int = HEIGHT) -> None:
         self.title, self.width, self.height = title, width, height
         self._parts: list[str] = []
+        self._x: Scale | None = None
+        self._x_name = ""
 
     def add(self, part: str) -> None:
         self._parts.append(part)
@@ -88,6 +95,7 @@ class Canvas:
         self.add(f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
 
     def x_axis(self, scale: Scale, y: float, top: float, name: str, *, grid: bool = True, ticks: Sequence[float] | None = None) -> None:
+        self._x, self._x_name = scale, name
         for tick in scale.ticks() if ticks is None else ticks:
             at = scale(tick)
             if grid:
@@ -105,20 +113,34 @@ class Canvas:
         if name:
             self.text(14, (scale.start + scale.end) / 2, name, kind="name", turn=True)
 
-    def path(self, points: Sequence[tuple[float, float]], color: int, kind: str = "stroke") -> None:
+    def path(
+        self,
+        points: Sequence[tuple[float, float]],
+        color: int,
+        kind: str = "stroke",
+        *,
+        name: str = "",
+        y: Scale | None = None,
+        form: str = "",
+    ) -> None:
+        """A line. With its name and scale the page's script can say the value under the pointer; `form` "%" shows shares."""
         if points:
             steps = " ".join(f"{'M' if i == 0 else 'L'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
-            self.add(f'<path class="{kind} s{color % SERIES_COLORS}" d="{steps}"/>')
+            told = f' data-n="{escape(name)}" data-y="{y.plain()}" data-f="{form}"' if y is not None else ""
+            self.add(f'<path class="{kind} s{color % SERIES_COLORS}" d="{steps}"{told}/>')
 
     def dot(self, x: float, y: float, color: int, text: str) -> None:
         self.add(f'<circle class="dot s{color % SERIES_COLORS}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"><title>{escape(text)}</title></circle>')
 
-    def bar(self, x: float, y: float, width: float, height: float, color: int, text: str) -> None:
-        box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{max(height, 0.5):.1f}" rx="2"'
+    def bar(self, x: float, y: float, width: float, height: float, color: int, text: str, *, rounded: bool = True) -> None:
+        least = 0.5 if rounded else 0.0
+        box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{max(height, least):.1f}" rx="{2 if rounded else 0}"'
         self.add(f'<rect class="bar s{color % SERIES_COLORS}" {box}><title>{escape(text)}</title></rect>')
 
     def svg(self) -> str:
-        head = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}" xmlns="http://www.w3.org/2000/svg">'
+        x = f' data-x="{self._x.plain()}" data-xn="{escape(self._x_name)}"' if self._x is not None else ""
+        size = f'viewBox="0 0 {self.width} {self.height}"'
+        head = f'<svg {size}{x} role="img" aria-label="{escape(self.title)}" xmlns="http://www.w3.org/2000/svg">'
         return head + "".join(self._parts) + "</svg>"
 
 
@@ -137,8 +159,8 @@ def distribution_chart(title: str, series: Sequence[Series], x_name: str) -> str
         points, n = [(x(s.x[0]), y(0.0))] if len(s.x) else [], len(s.x)
         for i, value in enumerate(s.x):
             points += [(x(value), y(i / n)), (x(value), y((i + 1) / n))]
-        canvas.path(points, s.color)
-        for i, value in enumerate(s.x if n <= 400 else []):
+        canvas.path(points, s.color, name=s.name, y=y, form="%")
+        for i, value in enumerate(s.x if n <= FEW_POINTS else []):
             canvas.dot(x(value), y((i + 1) / n), s.color, f"{s.name}: {(i + 1) / n:.0%} of requests at or below {value:,.1f}")
     return canvas.svg()
 
@@ -164,6 +186,30 @@ def bar_chart(title: str, categories: Sequence[str], series: Sequence[Series], y
             canvas.bar(x + 1, y(s.y[i]), width - 2, y(0.0) - y(s.y[i]), s.color, f"{s.name} · {category}: {shown}")
             if width >= 30:
                 canvas.text(x + width / 2, y(s.y[i]) - 4, shown, kind="value")
+    canvas.line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "axis")
+    return canvas.svg()
+
+
+def stacked_chart(title: str, categories: Sequence[str], series: Sequence[Series], y_name: str) -> str:
+    """One bar per category, made of a piece per series from the bottom up."""
+    totals = [sum(s.y[i] for s in series) for i in range(len(categories))]
+    if not totals or max(totals) <= 0:
+        return ""
+    y = Scale(0.0, max(totals) * 1.12, HEIGHT - BOTTOM, TOP)
+    canvas = Canvas(title)
+    canvas.y_axis(y, LEFT, WIDTH - RIGHT, y_name)
+    slot = (WIDTH - LEFT - RIGHT) / len(categories)
+    width = min(64.0, slot * 0.6)
+    for i, category in enumerate(categories):
+        middle, base = LEFT + slot * (i + 0.5), 0.0
+        canvas.text(middle, HEIGHT - BOTTOM + 16, category)
+        for s in series:
+            share = s.y[i] / totals[i] if totals[i] else 0.0
+            top = base + s.y[i]
+            text = f"{s.name} · {category}: {s.y[i]:,.1f} ms, {share:.0%}"
+            canvas.bar(middle - width / 2, y(top), width, y(base) - y(top), s.color, text, rounded=False)
+            base = top
+        canvas.text(middle, y(base) - 5, f"{base:,.0f}", kind="value")
     canvas.line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "axis")
     return canvas.svg()
 
@@ -197,7 +243,7 @@ def line_chart(title: str, series: Sequence[Series], x_name: str, y_name: str, *
     canvas.x_axis(x, HEIGHT - BOTTOM, TOP, x_name, ticks=ticks or None)
     for s in series:
         points = [(x(a), y(b)) for a, b in zip(s.x, s.y, strict=True)]
-        canvas.path(points, s.color, "stroke dashed" if s.dashed else "stroke")
+        canvas.path(points, s.color, "stroke dashed" if s.dashed else "stroke", name=s.name, y=y)
         for i, (a, b) in enumerate(points):
             canvas.dot(a, b, s.color, s.texts[i] if i < len(s.texts) else f"{s.name}: {s.y[i]:,.1f} at {label(s.x[i])}")
     return canvas.svg()
@@ -231,7 +277,7 @@ def timeline_chart(title: str, strips: Sequence[Strip], end_s: float, marks: Seq
             for j, (a, b) in enumerate(zip(strip.series.x, strip.series.y, strict=True)):
                 canvas.dot(x(a), y(b), strip.series.color, strip.series.texts[j])
         else:
-            canvas.path(_steps(strip, x, y), strip.series.color)
+            canvas.path(_steps(strip, x, y), strip.series.color, name=strip.name, y=y)
     bottom = TOP + 8 + len(strips) * (band + gap) - gap
     canvas.x_axis(x, bottom, TOP, "seconds since the first request", grid=False)
     for at, text in marks:

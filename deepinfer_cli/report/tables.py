@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_cli.report.server_side import PARTS
 from deepinfer_cli.report.stats import STATS, Summary
 from deepinfer_cli.units import show_duration, show_number
 
@@ -31,10 +32,12 @@ def grids(summary: Summary) -> list[Grid]:
     """Every table of one run, in the order of reading. Tables without rows are left out."""
     every = [
         latency(summary),
+        ttft_split(summary),
         throughput(summary),
         without_empty_columns(by_turn(summary)),
         without_empty_columns(by_rank(summary)),
         cache_check(summary),
+        speculation(summary),
     ]
     return [grid for grid in every if grid.rows]
 
@@ -81,6 +84,34 @@ def latency(summary: Summary) -> Grid:
     return Grid("Latency", ["", "n", *STATS], rows, note=note)
 
 
+def ttft_split(summary: Summary) -> Grid:
+    """What the server said about the time to first token, part by part."""
+    whole = summary.value("ttft", "mean")
+    rows: list[list[str | None]] = []
+    for metric, _, name, what in PARTS:
+        row = summary.row(metric, "mean")
+        if row is None or row.value is None:
+            continue
+        share = show_share(row.value / whole) if whole else None
+        cells = [show_number(summary.value(metric, stat)) for stat in ("mean", "p50", "p90", "p99", "max")]
+        rows.append([name, what, f"{row.n:,}", share, *cells])
+    heads = ["", "", "n", "share", "mean ms", "p50", "p90", "p99", "max"]
+    return Grid("Where the time to first token went", heads, rows, left=frozenset({0, 1}))
+
+
+def speculation(summary: Summary) -> Grid:
+    """Drafted and accepted tokens by the server's counters."""
+    if summary.row("speculation", "drafted") is None:
+        return Grid("Speculation", [], [])
+    places = [row for row in summary.rows if row.metric == "speculation" and row.stat.startswith("acceptance place")]
+    heads = ["Drafted tok", "Accepted tok", "Acceptance", "Tokens a step", *(f"place {row.stat.split()[-1]}" for row in places)]
+    row: list[str | None] = [show_number(summary.value("speculation", name), 0) for name in ("drafted", "accepted")]
+    row += [show_share(summary.value("speculation", "acceptance")), show_number(summary.value("speculation", "tokens_per_step"), 2)]
+    row += [show_share(place.value) for place in places]
+    note = "Places: share of drafted tokens kept at each place of the block, of those that were verified there."
+    return Grid("Speculation", heads, [row], left=frozenset(), note=note)
+
+
 def throughput(summary: Summary) -> Grid:
     names = {
         "output_rate": ("Output tok/s", 1),
@@ -123,14 +154,25 @@ def by_rank(summary: Summary) -> Grid:
             [
                 group.split()[1],
                 f"{requests.n:,}" if requests and requests.n else None,
-                *(show_number(summary.value(metric, "sum", group), 0) for metric in ("prompt_tokens", "cached_tokens", "output_tokens")),
+                *(show_number(summary.value(metric, "sum", group), 0) for metric in ("prompt_tokens", "output_tokens", "cached_tokens")),
+                *_client_side(summary, group),
                 show_share(summary.value("hit_rate_server", group=group)),
                 show_number(summary.value("ttft", "mean", group)),
             ]
         )
-    heads = ["Rank", "Requests", "Prompt tok", "Cached tok", "Output tok", "Hit rate", "TTFT mean ms"]
-    note = "Tokens and hit rate: growth of the server's own counters. Requests and TTFT: where answers name their rank."
+    heads = ["Rank", "Requests", "Prompt tok", "Output tok", "Cached tok", "by usage", "differs by", "Hit rate", "TTFT mean ms"]
+    note = (
+        "Tokens, hit rate: growth of the server's counters; by usage: as clients were told. Requests, TTFT: where answers name their rank."
+    )
     return Grid("By rank", heads, rows, left=frozenset(), note=note)
+
+
+def _client_side(summary: Summary, group: str) -> list[str | None]:
+    """Cached tokens as clients were told, and the difference from the counters; an empty difference means none."""
+    told, counted = summary.value("cached_tokens_client", "sum", group), summary.value("cached_tokens", "sum", group)
+    if told is None or counted is None:
+        return [None, None]
+    return [show_number(told, 0), f"{told - counted:+,.0f}".replace("-", "−") if told != counted else "0"]
 
 
 def cache_check(summary: Summary) -> Grid:

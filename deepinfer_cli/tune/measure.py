@@ -176,20 +176,40 @@ def refined(costs: StepCosts, lone: pd.DataFrame) -> StepCosts:
     return dataclasses.replace(costs, prompt_s=prompt_s, prompt_token_s=token_s, overhead_s=outside_engine_s(lone))
 
 
+def under_load(costs: StepCosts, load: pd.DataFrame, gaps_ms: pd.Series[float]) -> StepCosts:
+    """The step times that prevailed while the load ran: clients, ranks and whatever else shares the machine slow each other down.
+
+    The medians of prompt steps and gaps scale the calibrated times; how they depend on tokens and sequences stays as calibrated.
+    """
+    prompt = costs.prompt(int(load["prompt_tokens"].median()))
+    slower = float(load["prefill_ms"].median()) / 1e3 / prompt if prompt else 1.0
+    decode = costs.decode(1) + costs.vote_s
+    slower_decode = float(gaps_ms.median()) / 1e3 / decode if decode and len(gaps_ms) else 1.0
+    return dataclasses.replace(
+        costs,
+        vote_s=costs.vote_s * slower_decode,
+        decode_s=costs.decode_s * slower_decode,
+        decode_row_s=costs.decode_row_s * slower_decode,
+        prompt_s=costs.prompt_s * slower,
+        prompt_token_s=costs.prompt_token_s * slower,
+        overhead_s=outside_engine_s(load),
+    )
+
+
 def _gaps(bench: Bench, load: Recipe, rows: int) -> tuple[float, float]:
     """(median gap in seconds, tokens a step) with so many sequences on every rank."""
     together = rows * bench.ranks
     changes: dict[str, Any] = {"load.concurrency": together, "load.conversations": together, "output.tokens": max(16, load.output.tokens)}
     recipe = with_values(lone_recipe(load, together, load.prompt.first_tokens), changes)
     summary = bench.run(recipe, 1, f"calibration: {rows} decoding a rank")
-    good = summary.requests[summary.requests["ok"]]
+    good = summary.good
     steps = float((good["chunks"] - 1).sum())
     return float(summary.gaps["gap_ms"].median()) / 1e3, float((good["output_tokens"] - 1).sum()) / steps if steps else 1.0
 
 
 def columns(summary: Summary) -> pd.DataFrame:
     """Good requests with the server's own account. Raises: NotMeasurable for a server that gives none."""
-    good = summary.requests[summary.requests["ok"]]
+    good = summary.good
     if good["server_queue_ms"].isna().all():
         raise NotMeasurable(
             "the server says nothing of where the time to first token goes", hint="it is older than this command: restart it"
@@ -239,16 +259,16 @@ def workload(recipe: Recipe, prompt_tokens: int) -> Workload:
     return Workload(prompt_tokens, recipe.output.tokens, count, arrivals, load.concurrency, load.think_time_s)
 
 
-def simulated_sample(lone: list[Simulated], load: list[Simulated], costs: StepCosts) -> Sample:
+def simulated_sample(lone: list[Simulated], load: list[Simulated], costs: StepCosts, load_costs: StepCosts) -> Sample:
     """The same numbers of simulated requests; `load` may be empty."""
     waits = mean_wait_steps(lone)
     lone_ms = (float(np.median([r.ttft_s for r in lone])) + costs.overhead_s) * 1e3
     queue_ms = (waits * costs.vote_s + costs.wake_s) * 1e3  # a lone request waits while nobody computes
     if not load:
         return Sample(waits, queue_ms, lone_ms)
-    ttft = np.asarray([r.ttft_s + costs.overhead_s for r in load]) * 1e3
+    ttft = np.asarray([r.ttft_s + load_costs.overhead_s for r in load]) * 1e3
     gaps = np.asarray([gap for r in load for gap in r.gaps_s]) * 1e3
-    tokens = [1 + len(r.gaps_s) * costs.tokens_per_step for r in load]
+    tokens = [1 + len(r.gaps_s) * load_costs.tokens_per_step for r in load]
     tpot = [(r.last_s - r.first_s) / (n - 1) * 1e3 for r, n in zip(load, tokens, strict=True) if n > 1]
     span_s = max(r.last_s for r in load) - min(r.at_s for r in load)
     return Sample(

@@ -17,7 +17,8 @@ from engine.prefill_gate import PrefillGate
 class StepCosts:
     """Seconds. vote_s: a step in which nobody computes. Decode: base and per sequence; prompt: base and per token.
 
-    wake_s: until an idle group has noticed that somebody has work. overhead_s: what the client's TTFT has beyond the engine's. tokens_per_step: above 1 with speculation.
+    wake_s: until an idle group has noticed that somebody has work. overhead_s: what the client's TTFT has beyond the engine's.
+    tokens_per_step: above 1 with speculation.
     """
 
     vote_s: float

@@ -59,11 +59,12 @@ def test_one_run_gives_no_interval_between_runs() -> None:
     ],
 )
 def test_verdicts(low: float, high: float, higher_is_better: bool, verdict: Verdict) -> None:
-    assert judge(Interval((low + high) / 2, low, high), 0.02, higher_is_better) is verdict
+    interval = Interval((low + high) / 2, low, high)
+    assert judge(interval, interval, 0.02, higher_is_better) is verdict
 
 
 def test_without_an_interval_nothing_can_be_told() -> None:
-    assert judge(None, 0.02, True) is Verdict.UNKNOWN
+    assert judge(None, None, 0.02, True) is Verdict.UNKNOWN
 
 
 def test_bootstrap_covers_a_known_ratio() -> None:
@@ -81,7 +82,8 @@ def test_same_against_same_is_rarely_called_different() -> None:
     wrong = 0
     for _ in range(200):
         a, b = (list(rng.lognormal(4, 0.05, 5)) for _ in range(2))
-        wrong += judge(welch_ratio(a, b, 0.95), 0.02, False) in (Verdict.BETTER, Verdict.WORSE)
+        interval = welch_ratio(a, b, 0.95)
+        wrong += judge(interval, interval, 0.02, False) in (Verdict.BETTER, Verdict.WORSE)
     assert wrong <= 20
 
 
