@@ -13,7 +13,8 @@ class Phase:
 
     lengths: shortest target and longest document, in tokens. truncated: share of longer conversations whose decoder windows start late.
     rounding: KV and index round trips. selections: (share of the phase until which, mode). rates: factor of all learning rates.
-    index_every: steps between index losses while attention is dense. minimum: accuracy on answers below which a run stops here.
+    index_every: steps between index losses while attention is dense. report_every: steps between records.
+    minimum: accuracy on answers below which a run stops here.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Phase:
     rates: tuple[float, float]
     warmup: int = 30
     index_every: int = 2
+    report_every: int = 25
     minimum: float = 0.0
 
 
@@ -35,7 +37,7 @@ PHASES = {
     "p3": Phase("p3", 3, "long", (200, 8192), 0.5, True, ((0.05, TOPK), (1.0, FILTER)), (0.7, 0.02)),
 }
 MINIATURE = {
-    "p1": Phase("p1", 1, "short", (60, 256), 0.0, False, ((1.0, DENSE),), (0.5, 0.5), warmup=10),
-    "p2": Phase("p2", 2, "short", (60, 512), 0.0, True, ((0.7, DENSE), (1.0, TOPK)), (0.5, 0.3), warmup=5),
-    "p3": Phase("p3", 3, "short", (60, 512), 0.5, True, ((0.3, TOPK), (1.0, FILTER)), (0.3, 0.05), warmup=5),
+    "p1": Phase("p1", 1, "short", (60, 256), 0.0, False, ((1.0, DENSE),), (0.5, 0.5), warmup=10, report_every=4),
+    "p2": Phase("p2", 2, "short", (60, 256), 0.0, True, ((0.7, DENSE), (1.0, TOPK)), (0.5, 0.3), warmup=5, report_every=4),
+    "p3": Phase("p3", 3, "short", (60, 256), 0.5, True, ((0.3, TOPK), (1.0, FILTER)), (0.3, 0.05), warmup=5, report_every=4),
 }

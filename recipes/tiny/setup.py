@@ -57,7 +57,7 @@ def miniature_config() -> dict:
     return config
 
 
-def miniature_setup(rows: int = 1024) -> Setup:
+def miniature_setup(rows: int = 512) -> Setup:
     torch.set_num_threads(1)
     shape = shape_from_config(miniature_config())
     return Setup(shape, Backbone(shape, compress_vocabulary(TOKENIZER_FILE), "cpu", fast=False, max_positions=2048), rows, torch.float32)

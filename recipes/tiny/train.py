@@ -32,7 +32,6 @@ from recipes.tiny.phases import MINIATURE, PHASES, Phase
 from recipes.tiny.setup import full_setup, miniature_setup
 
 BIAS_RATE = 0.003
-REPORT_EVERY = 25
 
 
 class Trainer:
@@ -146,7 +145,7 @@ def run_phase(trainer: Trainer, phase: Phase, seconds: float, seed: int, workers
         trainer.options = replace(trainer.options, rounding=phase.rounding, selection=mode, max_len=phase.lengths[1])
         every = phase.index_every if mode == DENSE else 1
         found = trainer.step(feed.next(), learning_rate(phase, progress, steps_here), steps_here % every == 0)
-        if not torch.isfinite(found[0]) if steps_here % REPORT_EVERY == 0 else False:
+        if not torch.isfinite(found[0]) if steps_here % phase.report_every == 0 else False:
             raise FloatingPointError(f"the loss of phase {phase.name} is not finite at step {steps_here}; lower phases.{phase.name}.rates")
         sums = found if sums is None else sums + found
         since, steps_here = since + 1, steps_here + 1
@@ -157,7 +156,7 @@ def run_phase(trainer: Trainer, phase: Phase, seconds: float, seed: int, workers
             print(f"{phase.name}: first {mode} step after {time.monotonic() - launched:.1f} s", flush=True)
         if began is None:
             began = time.monotonic()
-        if since == REPORT_EVERY:
+        if since == phase.report_every:
             curves.append(_report(trainer, phase, mode, sums, since, time.monotonic() - began, steps_here))
             since, sums = 0, None
 
@@ -177,7 +176,7 @@ def _report(trainer: Trainer, phase: Phase, mode: str, sums: Tensor, count: int,
         "tokens_per_second": round(steps * trainer.rows / max(elapsed, 1e-9)),
         "families": {name: round(r / n, 4) for name, r, n in zip(FAMILIES, right, seen, strict=True) if n},
     }
-    if steps % (4 * REPORT_EVERY) == 0 or steps <= 3 * REPORT_EVERY:
+    if steps % (4 * phase.report_every) == 0 or steps <= 3 * phase.report_every:
         print(
             f"{phase.name} {mode} step {steps} {elapsed:.0f}s loss {record['loss']:.4f} acc {record['accuracy']:.4f} "
             f"index {record['index']:.3f} "

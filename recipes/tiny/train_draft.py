@@ -135,7 +135,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     setup = miniature_setup() if args.miniature else full_setup()
     trainer = Trainer(setup.backbone, load_parts(args.resume), setup.rows, setup.dtype)
-    max_len = 512 if args.miniature else 2048
+    max_len = 256 if args.miniature else 2048
     trainer.options = replace(trainer.options, rounding=True, selection=FILTER, max_len=max_len)
     drafts = DraftTrainer(trainer, min(args.anchors, 64) if args.miniature else args.anchors, args.seed)
     feed = Feed(args.workers, args.seed * 1000, setup.rows, "short", (60, max_len), 0.5)

@@ -92,8 +92,7 @@ def test_the_recipe_runs_at_miniature_size(tmp_path: Path) -> None:
     train = [
         "recipes.tiny.train",
         "p1=30",
-        "p2=12",
-        "p3=12",
+        "p3=10",
         "--miniature",
         "--workers",
         "1",
