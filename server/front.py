@@ -24,7 +24,7 @@ from server.connection import Connection
 from server.errors import DixError, Unavailable
 from server.front_state import Front
 from server.grammar_check import GrammarCheck
-from server.heartbeat import HeartbeatFile
+from server.heartbeat import HeartbeatFile, start_process_thread
 from server.launch import Launch, load_launch
 from server.logs import open_log
 from server.metrics import FrontMetrics
@@ -146,6 +146,13 @@ async def run(launch: Launch, control: socket.socket, listener: socket.socket) -
         backlog=1024,
     )
     server = uvicorn.Server(config)
+    slot = launch.engine.dp  # behind those of the ranks
+    front.pool.heartbeats.announce(slot, launch.server.hang_timeout_s)
+    start_process_thread(front.pool.heartbeats, slot)
+
+    def beat() -> None:
+        front.pool.heartbeats.tick_loop(slot)
+
     channel = Control(front, server, control)
     tasks = [
         asyncio.create_task(work)
@@ -153,7 +160,7 @@ async def run(launch: Launch, control: socket.socket, listener: socket.socket) -
             front.pool.receive_forever(),
             channel.listen(),
             channel.prepare_text(),
-            front.metrics.watch_loop(),
+            front.metrics.watch_loop(beat),
             front.pool.sweep_forever(),
         )
     ]

@@ -20,6 +20,7 @@ from server.processes import Child, end_groups, launch_gpus, reap_orphans, spawn
 from server.state import ProcessRecord
 
 TERM_PATIENCE_S = 10.0
+START_S = 60.0  # until a process has loaded the code that beats, on a busy machine
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 STACK_DUMP_S = 1.0
 ECHO_PATIENCE_S = 1.0  # a killed process is seen dead once its memory is gone, which peers notice earlier
@@ -49,7 +50,7 @@ class ProcessGroup:
         self.gpus = launch_gpus(launch)
         self.front: Child | None = None
         self.ranks: list[Child] = []
-        self.heartbeats = HeartbeatFile(launch.heartbeat_path, ranks=launch.engine.dp)
+        self.heartbeats = HeartbeatFile(launch.heartbeat_path, slots=launch.engine.dp + 1)
         self._guard_read, self._guard_write = os.pipe()
         self._control: socket.socket | None = None
         self._control_lines: LineReader | None = None
@@ -59,6 +60,7 @@ class ProcessGroup:
         self.left_on_gpus: list[GpuProcess] = []
 
     def start_front(self) -> None:
+        self.heartbeats.reset(self.launch.engine.dp, self.launch.server.ready_timeout_s, START_S)
         ours, theirs = socket.socketpair()
         arguments = ["server.front", str(self.launch_path), f"--control={theirs.fileno()}", f"--listener={self.listener.fileno()}"]
         arguments.append(f"--parent={os.getpid()}")
@@ -82,7 +84,7 @@ class ProcessGroup:
         self.tell_front({"op": "generation", "generation": self.generation})
         self.launch.rendezvous_path(self.generation).unlink(missing_ok=True)
         for rank in range(self.launch.engine.dp):
-            self.heartbeats.reset(rank, self.launch.server.ready_timeout_s)
+            self.heartbeats.reset(rank, self.launch.server.ready_timeout_s, START_S)
             read_end, write_end = os.pipe()
             arguments = ["server.rank", str(self.launch_path), f"--rank={rank}", f"--generation={self.generation}"]
             arguments += [f"--parent={os.getpid()}", f"--report={write_end}"]
@@ -153,9 +155,10 @@ class ProcessGroup:
         return None
 
     def _hang(self) -> Failure | None:
-        for child in self.ranks:
-            if complaint := self.heartbeats.read(child.rank).complaint:
-                return Failure("hang", child.rank, f"rank {child.rank} hangs: {complaint}")
+        for child in self.children:
+            slot = self.launch.engine.dp if child.role == "front" else child.rank
+            if complaint := self.heartbeats.read(slot).complaint:
+                return Failure("hang", child.rank, f"{child.name} hangs: {complaint}")
         return None
 
     def _is_echo(self, rank: int) -> bool:

@@ -1,7 +1,8 @@
-"""Heart-beats in a small shared file: one slot per rank, written by the rank, read by supervisor and front.
+"""Heart-beats in a small shared file: one slot per rank and a last one for the front, written by them, read by supervisor and front.
 
-A slot holds two stamps of the system-wide monotonic clock: one by the step loop itself (a stale one means a hung loop) and one by a plain
-thread (a stale one means a stopped process), the count of loop iterations, and how long the present phase may go without a tick.
+A slot holds two stamps of the system-wide monotonic clock: one by the step loop itself, or the front's event loop (a stale one means a
+hung loop), and one by a plain thread (a stale one means a stopped process), the count of loop iterations, and how long the present phase
+may go without a tick.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class HeartbeatFile:
     Every word is written in one piece: a writer that cleared it first would show a reader a stamp of 0, which is a hang since boot.
     """
 
-    def __init__(self, path: Path, *, ranks: int = 0) -> None:
-        if ranks:
-            path.write_bytes(bytes(SLOT_BYTES * ranks))
+    def __init__(self, path: Path, *, slots: int = 0) -> None:
+        if slots:
+            path.write_bytes(bytes(SLOT_BYTES * slots))
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             mapped = memoryview(mmap.mmap(descriptor, 0))
@@ -55,11 +56,11 @@ class HeartbeatFile:
         self._stamps = mapped.cast("d")
         self._counts = mapped.cast("Q")
 
-    def reset(self, rank: int, limit_s: float) -> None:
-        """Start a slot afresh, before its rank is forked: full ages from now on."""
+    def reset(self, rank: int, limit_s: float, start_s: float = 0.0) -> None:
+        """Start a slot afresh, before its process is forked: full ages from now on. Its first beat may take `start_s` longer."""
         base, now = rank * _WORDS, time.monotonic()
         self._stamps[base + _LIMIT] = limit_s
-        self._stamps[base + _LOOP] = self._stamps[base + _PROCESS] = now
+        self._stamps[base + _LOOP], self._stamps[base + _PROCESS] = now, now + start_s
         self._counts[base + _COUNT] = 0
 
     def tick_loop(self, rank: int) -> None:

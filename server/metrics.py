@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,10 +82,11 @@ class FrontMetrics:
             "deepinfer:event_loop_lag_seconds", "how late the front's event loop runs", buckets=LAGS, registry=self.registry
         )
 
-    async def watch_loop(self) -> None:
-        """Note for ever how late a timer fires: whatever blocks the loop delays every stream by as much."""
+    async def watch_loop(self, tick: Callable[[], None]) -> None:
+        """Tick for ever, and note how late the timer fires: whatever blocks the loop delays every stream by as much."""
         while True:
             due_s = time.monotonic() + LOOP_PROBE_S
+            tick()
             await asyncio.sleep(LOOP_PROBE_S)
             self.loop_lag.observe(max(0.0, time.monotonic() - due_s))
 

@@ -20,7 +20,7 @@ def tick_forever(path: Path) -> None:
 
 def test_a_reader_never_sees_a_stamp_that_is_being_written(tmp_path: Path) -> None:
     path = tmp_path / "beats"
-    reader = HeartbeatFile(path, ranks=1)
+    reader = HeartbeatFile(path, slots=1)
     reader.reset(0, 60.0)
     writer = multiprocessing.get_context("spawn").Process(target=tick_forever, args=(path,), daemon=True)
     writer.start()
@@ -36,7 +36,7 @@ def test_a_reader_never_sees_a_stamp_that_is_being_written(tmp_path: Path) -> No
 
 
 def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
-    file = HeartbeatFile(tmp_path / "beats", ranks=3)
+    file = HeartbeatFile(tmp_path / "beats", slots=3)
     for rank in range(3):
         file.reset(rank, 10.0 * (rank + 1))
     file.tick_loop(1)
@@ -46,7 +46,7 @@ def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("advance_s", "limit_s", "words"), [(PROCESS_DEAD_S + 1, 1e9, "process"), (5.0, 4.0, "step loop"), (5.0, 6.0, "")])
 def test_stale_stamps_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advance_s: float, limit_s: float, words: str) -> None:
-    file = HeartbeatFile(tmp_path / "beats", ranks=1)
+    file = HeartbeatFile(tmp_path / "beats", slots=1)
     file.reset(0, limit_s)
     now = time.monotonic()
     monkeypatch.setattr("server.heartbeat.time.monotonic", lambda: now + advance_s)

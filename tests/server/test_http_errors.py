@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.server.harness import FakeServer, alive, finish, group_pids, start_fake
@@ -242,10 +243,20 @@ def test_malformed_bodies_are_refused_and_hurt_nothing(fake: FakeServer) -> None
 
 
 @pytest.mark.slow
-def test_ten_thousand_malformed_bodies(fake: FakeServer) -> None:
+def test_ten_thousand_malformed_bodies_cost_no_memory(fake: FakeServer) -> None:
     before = group_pids(fake.current())
+    fuzz(fake, 2_000, seed=3)  # caches and pools reach their size
+    resident = resident_mib(before)
     fuzz(fake, 10_000, seed=2)
     assert group_pids(fake.current()) == before
+    assert all(alive(pid) for pid in before)
+    grown = resident_mib(before) - resident
+    print(f"resident memory {resident:.0f} MiB, grown by {grown:.1f} MiB")
+    assert grown <= 20
+
+
+def resident_mib(pids: list[int]) -> float:
+    return sum(psutil.Process(pid).memory_info().rss for pid in pids) / 2**20
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_restarts_are_limited_in_ten_minutes_and_then_allowed_again() -> None:
 
 
 def test_heartbeats_tell_a_hung_loop_from_a_stopped_process(tmp_path: Path) -> None:
-    beats = HeartbeatFile(tmp_path / "beats", ranks=2)
+    beats = HeartbeatFile(tmp_path / "beats", slots=2)
     beats.reset(0, 100.0)
     beats.reset(1, 100.0)
     assert beats.read(0).complaint == ""
