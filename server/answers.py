@@ -46,10 +46,10 @@ def usage(ticket: Ticket, choices: list[Choice]) -> dict[str, Any]:
 
 
 def timing_of(ticket: Ticket) -> dict[str, Any]:
-    """Where the time went, in seconds: the engine's account up to the first token, and `first_output_s` from dispatch to the front."""
+    """Which rank, and where the time went in seconds: the engine up to the first token, and `first_output_s` from dispatch to the front."""
     first_s = None if ticket.first_output_s is None else ticket.first_output_s - ticket.started_s
     parts = {} if ticket.timing is None else asdict(ticket.timing)
-    return {**parts, "first_output_s": first_s, "drafted_tokens": ticket.drafted, "accepted_tokens": ticket.accepted}
+    return {"rank": ticket.rank, **parts, "first_output_s": first_s, "drafted_tokens": ticket.drafted, "accepted_tokens": ticket.accepted}
 
 
 def usage_of(prompt: int, completion: int, cached: int, reasoning: int, drafted: int = 0, accepted: int = 0) -> dict[str, Any]:

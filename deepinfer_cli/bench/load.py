@@ -212,6 +212,8 @@ class Generator:
             record.output_tokens = state.usage.get("completion_tokens")
             record.cached_tokens = cached_tokens(state.usage)
         record.server = dict(state.extension)
+        if record.rank is None:
+            record.rank = record.server.get("rank")
         self._done += 1
         self._failed += record.outcome != Outcome.OK
         self._tokens += record.output_tokens or 0

@@ -38,7 +38,8 @@ def simulated_requests(run: str, seed: int, requests: int = 400, ttft_factor: fl
             "output_tokens": output, "requested_tokens": output, "chunks": output, "tokens_per_chunk": 1.0, "rank": index % 2,
             "finish_reason": "length", "ok": True, "outcome": "ok", "error_code": "", "error_text": "",
             "server_queue_ms": waits_ms * ttft_factor, "restore_ms": service_ms * 0.1 * ttft_factor,
-            "prefill_ms": service_ms * 0.85 * ttft_factor, "server_ttft_ms": (waits_ms + service_ms * 0.98) * ttft_factor, "drafted_tokens": output * 2,
+            "prefill_ms": service_ms * 0.85 * ttft_factor, "server_ttft_ms": (waits_ms + service_ms * 0.98) * ttft_factor,
+            "drafted_tokens": output * 2,
             "accepted_tokens": output // 2,
         }
     )  # fmt: skip

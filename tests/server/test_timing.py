@@ -17,7 +17,7 @@ def closing_chunk(fake: FakeServer, headers: dict[str, str]) -> dict[str, object
 def test_the_last_chunk_says_where_the_time_went_when_asked(fake: FakeServer) -> None:
     account = closing_chunk(fake, {"x-deepinfer-timing": "1"})["deepinfer"]
     assert isinstance(account, dict)
-    assert {"queue_s", "restore_s", "prefill_s", "first_output_s", "drafted_tokens", "accepted_tokens"} == set(account)
+    assert {"rank", "queue_s", "restore_s", "prefill_s", "first_output_s", "drafted_tokens", "accepted_tokens"} == set(account)
     assert account["first_output_s"] >= account["queue_s"] + account["restore_s"] + account["prefill_s"] >= 0
 
 
