@@ -13,23 +13,15 @@ constexpr int kVectors = 2;  // vectors of output channels per pass over the key
 constexpr int kVectors = 1;
 #endif
 
-// Two neighbouring floats, eight times.
-F16 splat_pair(const float* from) {
-    typedef int64_t L8 __attribute__((vector_size(64)));
-    return (F16)(load<int64_t>(from) - L8{});
-}
-
-// out[key] = q . key for kLanes heads. q: [dim / 2, kLanes, 2].
+// out[key] = q . key for kLanes heads. q: [dim, kLanes]. One sum in ascending order: some fake-quantised window keys of the reference
+// vectors lie on a rounding edge, and the reference's own side of it is the one that this order reaches. Check them after a change.
 void score(const float* q, const float* const* keys, int dim, F8* out) {
-    F16 total[kKeys] = {};
-    for (int d = 0; d < dim; d += 2) {
-        const F16 query = load<F16>(q + d * kLanes);
-        for (int j = 0; j < kKeys; ++j) total[j] = fma(query, splat_pair(keys[j] + d), total[j]);
+    F8 total[kKeys] = {};
+    for (int d = 0; d < dim; ++d) {
+        const F8 query = load<F8>(q + d * kLanes);
+        for (int j = 0; j < kKeys; ++j) total[j] = fma(query, splat<F8>(keys[j][d]), total[j]);
     }
-    for (int j = 0; j < kKeys; ++j) {
-        const F16 t = total[j];
-        out[j] = __builtin_shufflevector(t, t, 0, 2, 4, 6, 8, 10, 12, 14) + __builtin_shufflevector(t, t, 1, 3, 5, 7, 9, 11, 13, 15);
-    }
+    for (int j = 0; j < kKeys; ++j) out[j] = total[j];
 }
 
 // Weighted sum of keys for kLanes heads, channels [first, first + 16 * kVectors). weights: [count, kLanes].

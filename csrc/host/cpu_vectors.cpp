@@ -67,11 +67,11 @@ void rotate(float* x, const float* table, int half, float direction) {
 }
 
 void rotate_lanes(float* x, const float* table, int half) {
-    const F16 sign = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
     for (int i = 0; i < half; ++i) {
-        const F16 pairs = load<F16>(x + i * 2 * kLanes);
-        const F16 swapped = __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-        store(x + i * 2 * kLanes, pairs * table[i] + swapped * (sign * table[half + i]));
+        float* pair = x + 2 * i * kLanes;
+        const F8 a = load<F8>(pair), b = load<F8>(pair + kLanes);
+        store(pair, a * table[i] - b * table[half + i]);
+        store(pair + kLanes, a * table[half + i] + b * table[i]);
     }
 }
 
@@ -93,10 +93,9 @@ void q4_index_lanes(float* x, int n) {
     float group[kGroup];
     for (int lane = 0; lane < kLanes; ++lane) {
         for (int g = 0; g < n; g += kGroup) {
-            const auto place = [&](int i) { return ((g + i) / 2 * kLanes + lane) * 2 + i % 2; };
-            for (int i = 0; i < kGroup; ++i) group[i] = x[place(i)];
+            for (int i = 0; i < kGroup; ++i) group[i] = x[(g + i) * kLanes + lane];
             q4_index(group, kGroup);
-            for (int i = 0; i < kGroup; ++i) x[place(i)] = group[i];
+            for (int i = 0; i < kGroup; ++i) x[(g + i) * kLanes + lane] = group[i];
         }
     }
 }

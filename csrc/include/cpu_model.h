@@ -21,7 +21,7 @@ struct Mix {
     const float *base, *scale;
 };
 
-// wq_b packs query heads eight side by side: row (group, d / 2, lane, d % 2). wo_a: first of `groups` matrices. wkv: last rows of wq_a_wkv, draft stages
+// wq_b packs query heads eight side by side: row (group, d, lane). wo_a: first of `groups` matrices. wkv: last rows of wq_a_wkv, draft stages
 // only. sink [H rounded up to 8].
 struct Attention {
     Matrix wq_a_wkv, wq_b, wo_a, wo_b, wkv;

@@ -37,7 +37,7 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* y);
 void rotation(int64_t position, const float* frequencies, int half, float* table);
 // Rotate pairs (2i, 2i+1) of x[0 .. 2*half); direction -1 undoes it.
 void rotate(float* x, const float* table, int half, float direction);
-// The same for kLanes vectors side by side, pair by pair: x [n / 2, kLanes, 2].
+// The same for kLanes vectors side by side: x[i * kLanes + lane].
 void rotate_lanes(float* x, const float* table, int half);
 
 // Round trips through the storage formats, in place. n is a multiple of 32.
@@ -59,11 +59,11 @@ void write_streams(float* h, const float* y, const float* post, const float* com
 // Repeat the last of `count` > 0 keys up to a multiple of kLanes, so that the last group needs no case of its own.
 void pad_keys(const float** keys, int count);
 
-// Attention of one row. q: [groups of heads, D / 2, kLanes, 2]; keys: `count` rows of D, room for kLanes more pointers behind them;
+// Attention of one row. q: [groups of heads, D, kLanes]; keys: `count` rows of D, room for kLanes more pointers behind them;
 // scratch: (count + kLanes) * kLanes floats; out: [H, D].
 void attend(const float* q, const float** keys, int count, const float* sink, int heads, int head_dim, float* scratch, float* out);
 
-// Relevance of each key to one row. q: [groups of heads, Di / 2, kLanes, 2], weights: [heads]. The list of keys is readable up to a multiple of
+// Relevance of each key to one row. q: [groups of heads, Di, kLanes], weights: [heads]. The list of keys is readable up to a multiple of
 // kLanes; what lies behind `count` has no influence.
 void index_scores(const float* q, const float* weights, const float* const* keys, int count, int heads, int dim, float* scores);
 // The best `limit` of scores[0..count) that are not -inf, ascending; ties go to the lower index. Returns how many.

@@ -243,7 +243,7 @@ class NativeWeights:
 
 
 def _side_by_side(weight: Tensor, heads: int) -> Tensor:
-    """[H*D, K] -> rows in the order (group of LANES heads, channel pair, head in the group, channel), heads padded to whole groups."""
+    """[H*D, K] -> rows in the order (group of LANES heads, channel, head in the group), heads padded with zeros to whole groups."""
     per_head = weight.unflatten(0, (heads, -1))
     padded = torch.nn.functional.pad(per_head, (0, 0, 0, 0, 0, -heads % LANES))
-    return padded.unflatten(1, (-1, 2)).unflatten(0, (-1, LANES)).transpose(1, 2).flatten(0, 3)
+    return padded.unflatten(0, (-1, LANES)).transpose(1, 2).flatten(0, 2)
