@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -90,20 +90,27 @@ class Tokenizer:
         """Ids of text in which nothing is a control token."""
         return _ids(self._plain, text)
 
-    def encode_ranges(self, text: str, control_ranges: Sequence[tuple[int, int]]) -> list[int]:
+    def encode_ranges(
+        self, text: str, control_ranges: Sequence[tuple[int, int]], known: Callable[[str], Sequence[int] | None] | None = None
+    ) -> list[int]:
         """Ids of text where only the given half-open, ascending code point ranges are control tokens.
 
-        Each piece between two ranges is encoded whole, so merges are those of the piece alone.
+        Each piece between two ranges is encoded whole, so merges are those of the piece alone. known: other ids of a piece, or None.
         """
+
+        def encode(piece: str) -> Sequence[int]:
+            ids = known(piece) if known is not None else None
+            return self.encode_plain(piece) if ids is None else ids
+
         ids: list[int] = []
         position = 0
         for start, end in control_ranges:
             if position < start:
-                ids.extend(self.encode_plain(text[position:start]))
+                ids.extend(encode(text[position:start]))
             ids.append(self.token_id(text[start:end]))
             position = end
         if position < len(text):
-            ids.extend(self.encode_plain(text[position:]))
+            ids.extend(encode(text[position:]))
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -124,16 +124,16 @@ async def explain_cache(front: Front, http: HttpRequest) -> Response:
     """What a chat body (or {"prompt": ...}) would restore on every rank, and where it parts from what is stored. Generates nothing."""
     body = await read_object(http, front.config.max_body_bytes, front.workers)
     text, fields = front.text, Fields(body)
+    salt = front.tenants.salt(http.state.key_id, cache_salt(fields, front.tenants.mode == "field"))
     tools = None
     if body.get("messages") is not None:
-        rendered = await front.workers.run(text.render_chat, body)
+        rendered = await front.workers.run(text.render_chat, body, front.known_ids(salt))
         ids, tools = rendered.token_ids, rendered.tools
     else:
         prompt = fields.string("prompt", front.config.max_body_bytes)
         if prompt is None:
             raise fields.fail("prompt", "is missing: send messages or prompt", "missing_field")
         ids = await front.workers.run(text.tokenizer.encode, prompt, True)
-    salt = front.tenants.salt(http.state.key_id, cache_salt(fields, front.tenants.mode == "field"))
     records = await front.pool.operate(lambda operation: protocol.ExplainPrompt(operation, ids, salt))
     ranks = [{"rank": rank, **described(record, text, ids, tools)} for rank, record in enumerate(records)]
     return JsonResponse({"prompt_tokens": len(ids), "ranks": ranks})

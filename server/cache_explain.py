@@ -49,7 +49,14 @@ def described(record: dict[str, Any], text: Text, ids: Sequence[int], tools: Too
         return record
     decode = text.tokenizer.decode
     both = {"stored_text": decode(difference["stored"]), "asked_text": decode(difference["asked"])}
+    both["kind"] = _kind(both["stored_text"], both["asked_text"])
     return {**record, "first_difference": {**difference, **both, "place": place(text, ids, difference["index"], tools)}}
+
+
+def _kind(stored: str, asked: str) -> str:
+    """Whether other text begins there, or the same text split into other tokens."""
+    length = min(len(stored), len(asked))
+    return "split" if stored[:length] == asked[:length] else "text"
 
 
 def place(text: Text, ids: Sequence[int], at: int, tools: Tools | None) -> dict[str, Any]:

@@ -38,7 +38,8 @@ async def create(front: Front, http: HttpRequest) -> Response:
     if body.get("messages") is None:
         raise ApiError(400, "missing_field", "messages is missing", param="messages")
     small = http.state.small_body
-    rendered = await front.workers.run(front.text.render_chat, body, inline=small)
+    known = front.known_ids(front.tenants.salt(http.state.key_id, request.cache_salt))
+    rendered = await front.workers.run(front.text.render_chat, body, known, inline=small)
     front.metrics.oddities["history_missing_reasoning"] += rendered.missing_reasoning
     thinking = rendered.thinking
     default = default_max_tokens(thinking.enabled, thinking.number >= MAX_EFFORT)
@@ -80,7 +81,7 @@ async def _complete(generation: Generation, request: CommonRequest, head: Head, 
         for choice, piece in batch or ():
             messages[choice.index].add(piece, choice.logprobs(piece))
     choices = [message.to_choice(choice, request.logprobs) for message, choice in zip(messages, generation.choices, strict=True)]
-    explained = await generation.explanation(rendered.tools)
+    explained = await generation.explanation(rendered.tools, rendered.spliced)
     return {**head.with_choices(choices), "usage": usage(generation.ticket, generation.choices), **explained}
 
 
@@ -132,7 +133,7 @@ async def _events(
     writer = ChunkWriter(generation, request, head, timed)
     ended: set[int] = set()
     try:
-        yield writer.opening(await generation.explanation(rendered.tools))
+        yield writer.opening(await generation.explanation(rendered.tools, rendered.spliced))
         async for batch in generation.pieces():
             if batch is None:
                 yield KEEP_ALIVE

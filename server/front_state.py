@@ -16,6 +16,7 @@ from server.launch import Launch
 from server.metrics import FrontMetrics
 from server.poison import Poison
 from server.rank_pool import RankPool
+from server.sampled_ids import Known, SampledIds
 from server.schemas import Bounds
 from server.tenants import Tenants
 from server.text import Text
@@ -32,6 +33,7 @@ class Front:
     workers: Workers
     grammars: GrammarCheck
     tenants: Tenants = field(default_factory=Tenants)
+    sampled: SampledIds = field(default_factory=SampledIds)
     poison: Poison = field(default_factory=Poison)
     keys: list[bytes] = field(default_factory=list)
     tell: Callable[[dict[str, Any]], None] = lambda _message: None
@@ -56,6 +58,10 @@ class Front:
 
     def set_text(self, text: Text) -> None:
         self._text = text
+
+    def known_ids(self, salt: str) -> Known | None:
+        """Sampled ids that prompts of one tenant may use; None when the server does not splice."""
+        return self.sampled.view(salt) if self.config.splice_sampled_ids else None
 
     async def checked_grammar(self, constraint: Constraint | None) -> Grammar | None:
         """The grammar of a constraint, after it has proved harmless.

@@ -69,10 +69,10 @@ class Generation:
             raise
         self.outcome = self.choices[0].finish_reason or "stop"
 
-    async def explanation(self, tools: Tools | None = None) -> dict[str, Any]:
+    async def explanation(self, tools: Tools | None = None, spliced: int = 0) -> dict[str, Any]:
         """The answer's field `cache_explain`, or nothing when none was asked for. Raises ApiError when the rank failed."""
         found = await explanation(self.ticket.explanation, self.front.text, self.prompt_ids, tools)
-        return {} if found is None else {"cache_explain": found}
+        return {} if found is None else {"cache_explain": {**found, "spliced_stretches": spliced}}
 
     def _patience_s(self) -> float:
         """How long to wait for output before something has to be done. Raises ApiError when a limit has passed."""
@@ -104,7 +104,15 @@ class Generation:
         if self.outcome in ("stop", "length", "tool_calls"):
             self.front.poison.acquit(self.ticket.fingerprint)
             self._remember(self.prompt_ids + self.choices[0].token_ids)
+            self._learn()
         self.front.check_drained()
+
+    def _learn(self) -> None:
+        """Keep how the answers were split into tokens: they come back as history."""
+        front = self.front
+        if front.config.splice_sampled_ids:
+            for choice in self.choices:
+                front.workers.then(front.sampled.learn, front.text.tokenizer, self.salt, choice.token_ids, callback=lambda _: None)
 
     def _remember(self, token_ids: list[int]) -> None:
         """Tell the router where this sequence is; long ones are hashed in a worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -12,6 +13,7 @@ from server.conversation import Message, normalise_messages
 from server.encoding import Encoder
 from server.errors import BadRequest
 from server.neutral import neutralise, spells_control
+from server.sampled_ids import Known
 from server.thinking import Thinking, parse_thinking
 from server.tools import ResponseFormat, Tools, parse_response_format, parse_tools
 
@@ -42,6 +44,7 @@ class RenderedPrompt:
 
     control_ranges: half-open code point ranges of `prompt` that are control tokens. parse_tools: calls are recognised in the output.
     anchor_tokens: leading tokens up to the first user turn, the part that other conversations are likely to share.
+    spliced: stretches of history that carry the ids they were sampled with.
     missing_reasoning: assistant turns that render with an empty think block because the client sent none back.
     """
 
@@ -55,6 +58,7 @@ class RenderedPrompt:
     response_format: ResponseFormat
     images: list[Any] = field(default_factory=list)
     anchor_tokens: int = 0
+    spliced: int = 0
     missing_reasoning: int = 0
 
 
@@ -75,8 +79,12 @@ class EncoderCall:
     append: str = ""
 
 
-def render_chat(encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], options: RenderOptions | None = None) -> RenderedPrompt:
+def render_chat(
+    encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], options: RenderOptions | None = None, known: Known | None = None
+) -> RenderedPrompt:
     """Render the body of a chat request. CPU work of milliseconds to seconds: call it in a worker thread.
+
+    known: ids with which a stretch of text was sampled, see `server/sampled_ids.py`.
 
     Raises:
         BadRequest: the first problem, with the field that has it.
@@ -94,7 +102,15 @@ def render_chat(encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], op
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest("messages", "the conversation holds lone surrogates, which no text encoding has", "invalid_json") from error
-    token_ids = tokenizer.encode_ranges(prompt, ranges)
+    spliced = 0
+
+    def splice(text: str) -> Sequence[int] | None:
+        nonlocal spliced
+        ids = known(text) if known is not None else None
+        spliced += ids is not None
+        return ids
+
+    token_ids = tokenizer.encode_ranges(prompt, ranges, splice)
     return RenderedPrompt(
         prompt=prompt,
         token_ids=token_ids,
@@ -105,6 +121,7 @@ def render_chat(encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], op
         tools=call.tools,
         response_format=call.response_format,
         images=images,
+        spliced=spliced,
         anchor_tokens=_leading_tokens(token_ids, tokenizer.added.get(encoder.dialect.user)),
         missing_reasoning=_missing_reasoning(call),
     )

@@ -15,6 +15,7 @@ from server.grammar_check import grammars_available
 from server.launch import Launch
 from server.output_parser import OutputParser
 from server.rendering import RenderedPrompt, RenderOptions, render_chat
+from server.sampled_ids import Known
 
 MAX_EFFORT = 100
 
@@ -33,9 +34,9 @@ class Text:
     def eos_id(self) -> int:
         return self.controls.eos
 
-    def render_chat(self, body: dict[str, Any]) -> RenderedPrompt:
-        """Raises BadRequest with the field that is wrong."""
-        return render_chat(self.encoder, self.tokenizer, body, self.options)
+    def render_chat(self, body: dict[str, Any], known: Known | None = None) -> RenderedPrompt:
+        """known: ids with which history was sampled. Raises BadRequest with the field that is wrong."""
+        return render_chat(self.encoder, self.tokenizer, body, self.options, known)
 
     def chat_parser(self, rendered: RenderedPrompt, stops: Sequence[str], one_call: bool) -> OutputParser:
         return OutputParser(

@@ -64,7 +64,8 @@ def show(call: Invocation, record: Mapping[str, Any], with_rank: bool) -> None:
     if difference := record.get("first_difference"):
         place = difference["place"]
         where = f"tool {place['tool']!r}" if "tool" in place else f"turn {place['turn']} ({place['opened_by']})"
-        call.ui.print(f"  parts from a stored prompt at token {difference['index']:,}, in {where}")
+        how = " (same text, other tokens)" if difference.get("kind") == "split" else ""
+        call.ui.print(f"  parts from a stored prompt at token {difference['index']:,}, in {where}{how}")
         call.ui.print(f"    stored {difference['stored_text']!r}")
         call.ui.print(f"    asked  {difference['asked_text']!r}")
 

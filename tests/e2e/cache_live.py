@@ -211,7 +211,7 @@ def _prefill_seconds(live: Live) -> float:
 # ---- a soak
 
 
-def soak(live: Live, seconds: float, threads: int = 4) -> dict[str, Any]:
+def soak(live: Live, seconds: float, threads: int = 8) -> dict[str, Any]:
     """Random conversations with aborts until the time is over, then every resource must be back."""
     stop_at, counts, lock = time.monotonic() + seconds, {"finished": 0, "left": 0, "refused": 0}, threading.Lock()
     rss = [live.rss_bytes()]
@@ -235,10 +235,10 @@ def soak(live: Live, seconds: float, threads: int = 4) -> dict[str, Any]:
 
 
 def _one(live: Live, rng: random.Random) -> str:
-    size = rng.choice((200, 600, 1500))
-    system = {"role": "system", "content": live.text([rng.randrange(3) * 1000 + i for i in range(400)])}
+    size, theme = rng.choice((200, 600, 1500)), 1000 * rng.randrange(3)
+    system = {"role": "system", "content": live.text([theme + i for i in range(400)])}
     body = {**BASE, "messages": [system, {"role": "user", "content": live.text([rng.randrange(999) for _ in range(size)])}]}
-    body["max_tokens"] = rng.choice((1, 8, 40))
+    body |= {"max_tokens": rng.choice((1, 8, 40, 400)), "ignore_eos": True}
     if rng.random() < 0.3:
         patience = httpx.Timeout(600, read=rng.choice((0.02, 0.1, 0.4)))
         try:
