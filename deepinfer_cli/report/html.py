@@ -27,9 +27,20 @@ def page(summaries: Sequence[Summary], result: Result | None = None) -> str:
     if result is not None:
         parts.append(_comparison(result))
     parts += [_run(summary) for summary in shown]
-    parts.append("<h2>Figures</h2>")
-    parts += [figure_html(figure) for figure in figures(shown)]
+    parts.append(figures_html(figures(shown)))
+    parts += [_tables(summary, named=len(shown) > 1) for summary in shown]
     return document(title, parts)
+
+
+def figures_html(made: Sequence[Figure]) -> str:
+    """Side by side where the page is wide; a time line over all of it."""
+    return f'<div class="figures">{"".join(figure_html(figure) for figure in made)}</div>'
+
+
+def _tables(summary: Summary, *, named: bool) -> str:
+    head = f"<h2>Numbers{f' of {escape(summary.title)}' if named else ''}</h2>"
+    sections = "".join(f"<section><h3>{escape(g.title)}</h3>{table(g)}</section>" for g in grids(summary))
+    return f"<article>{head}{sections}</article>"
 
 
 def document(title: str, parts: Sequence[str]) -> str:
@@ -67,8 +78,7 @@ def _run(summary: Summary) -> str:
     problems = [f"Not valid: {r}" for r in run.get("reasons") or []] + [f"{count} × {text}" for text, count in summary.errors[:3]]
     trouble = "".join(f'<p class="trouble">{escape(text)}</p>' for text in problems)
     notes = "".join(f'<p class="quiet">Note: {escape(text)}</p>' for text in run.get("notes") or [])
-    tables = "".join(f"<section><h3>{escape(g.title)}</h3>{table(g)}</section>" for g in grids(summary))
-    return f"<article><h2>{escape(summary.title)} {mark}</h2>{_tiles(summary)}<dl>{listed}</dl>{again}{trouble}{notes}{tables}</article>"
+    return f"<article><h2>{escape(summary.title)} {mark}</h2>{_tiles(summary)}<dl>{listed}</dl>{again}{trouble}{notes}</article>"
 
 
 def _tiles(summary: Summary) -> str:
@@ -98,10 +108,9 @@ def _comparison(result: Result) -> str:
 def figure_html(figure: Figure) -> str:
     keys = "".join(f'<li><i class="s{color % 6}"></i>{escape(name)}</li>' for color, name in figure.legend)
     legend = f'<ul class="legend">{keys}</ul>' if keys else ""
-    return (
-        f"<figure><h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>{figure.svg}{legend}"
-        f"<details><summary>Data</summary>{table(figure.grid)}</details></figure>"
-    )
+    head = f"<h3>{escape(figure.title)}</h3><figcaption>{escape(figure.caption)}</figcaption>"
+    data = f"<details><summary>Data</summary>{table(figure.grid)}</details>"
+    return f"<figure{' class=wide' if figure.wide else ''}>{head}{figure.svg}{legend}{data}</figure>"
 
 
 def table(grid: Grid) -> str:

@@ -31,6 +31,7 @@ class Figure:
     svg: str
     grid: Grid
     legend: list[tuple[int, str]]
+    wide: bool = False
 
 
 def figures(summaries: list[Summary]) -> list[Figure]:
@@ -186,7 +187,7 @@ def timeline(summary: Summary, named: bool) -> Figure:
     ]
     title = f"Time line of {summary.title}" if named else "Time line"
     caption = "Requests in flight, output tokens per second, hit rate and TTFT over the run; failed requests are vertical ticks."
-    return Figure(title, caption, timeline_chart(title, strips, end_s, marks), _time_grid(requests, zero_s, end_s), [])
+    return Figure(title, caption, timeline_chart(title, strips, end_s, marks), _time_grid(requests, zero_s, end_s), [], wide=True)
 
 
 def _in_flight(requests: pd.DataFrame, zero_s: float) -> Series:

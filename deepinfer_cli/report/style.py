@@ -8,13 +8,18 @@ CSS = """
 *{box-sizing:border-box}
 body{margin:0;
 background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-main{max-width:960px;margin:0 auto;padding:32px 20px 64px}
+main{max-width:1200px;margin:0 auto;padding:32px 20px 64px}
 h1{font-size:24px;margin:0;letter-spacing:-.01em}
 h2{font-size:18px;margin:28px 0 12px;overflow-wrap:anywhere}
 h3{font-size:15px;margin:0 0 8px}
 article>h2{margin-top:0}
 article,figure{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:20px;margin:20px 0}
 section{margin-top:22px}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:20px;margin:20px 0}
+.figures figure{margin:0;min-width:0}
+.figures .wide{grid-column:1/-1}
+figure.wide svg{min-width:680px}
+figure.wide{overflow-x:auto}
 .quiet,figcaption{color:var(--quiet);font-size:13px;margin:6px 0}
 .banner{background:var(--warn-back);
 color:var(--warn);border:1px solid var(--warn);border-radius:8px;padding:10px 14px;font-weight:600;margin:20px 0}
@@ -27,7 +32,7 @@ vertical-align:2px;white-space:nowrap}
 .tile{border:1px solid var(--line);border-radius:8px;padding:10px 12px}
 .tile span{display:block;color:var(--quiet);font-size:12px}
 .tile strong{display:block;font-size:22px;line-height:1.3;font-variant-numeric:tabular-nums}
-dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(260px,1fr));gap:4px 24px;margin:0 0 8px}
+dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(300px,1fr));gap:4px 24px;margin:0 0 8px}
 dl div{display:flex;gap:8px}
 dt{color:var(--quiet);min-width:84px}
 dd{margin:0;overflow-wrap:anywhere}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-WIDTH, HEIGHT = 720, 280
+WIDTH, HEIGHT = 560, 270
+WIDE = 1140  # a time line goes over the whole page
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44
 SERIES_COLORS = 6
 FEW_POINTS = 60  # up to here a distribution shows every request as a dot
@@ -265,14 +266,14 @@ def timeline_chart(title: str, strips: Sequence[Strip], end_s: float, marks: Seq
         return ""
     band, gap = 74, 22
     height = TOP + len(strips) * (band + gap) + BOTTOM
-    canvas = Canvas(title, height=height)
-    x = Scale(0.0, end_s or 1.0, LEFT, WIDTH - RIGHT)
+    canvas = Canvas(title, WIDE, height)
+    x = Scale(0.0, end_s or 1.0, LEFT, WIDE - RIGHT)
     for i, strip in enumerate(strips):
         top = TOP + 8 + i * (band + gap)
         highest = max(strip.series.y)
         y = Scale(0.0, highest or 1.0, top + band, top + 12)
         canvas.text(LEFT + 4, top + 4, strip.name, anchor="start", kind="strip")
-        canvas.y_axis(y, LEFT, WIDTH - RIGHT, "", [0.0, highest] if highest else [0.0])
+        canvas.y_axis(y, LEFT, WIDE - RIGHT, "", [0.0, highest] if highest else [0.0])
         if strip.kind == "dots":
             for j, (a, b) in enumerate(zip(strip.series.x, strip.series.y, strict=True)):
                 canvas.dot(x(a), y(b), strip.series.color, strip.series.texts[j])

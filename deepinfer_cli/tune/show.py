@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer_cli.report.html import banner, document, figure_html, table
+from deepinfer_cli.report.html import banner, document, figures_html, table
 from deepinfer_cli.report.plots import Figure
 from deepinfer_cli.report.svg import Series, line_chart
 from deepinfer_cli.report.tables import Grid
@@ -97,7 +97,7 @@ def page(measured: Sequence[Measurement], choice: Choice, costs: StepCosts, head
     grids = "".join(f"<section><h3>{grid.title}</h3>{table(grid)}</section>" for grid in shown)
     parts = [banner(stamp)] if stamp else []
     parts.append(f"<article><h2>{head}</h2>{grids}<p class='quiet'>{costs_line(costs)}</p></article>")
-    return document("dix tune prefill-interval", [*parts, *(figure_html(figure) for figure in figures(measured))])
+    return document("dix tune prefill-interval", [*parts, figures_html(figures(measured))])
 
 
 def plain(measured: Sequence[Measurement], choice: Choice, costs: StepCosts) -> dict[str, Any]:
