@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -66,7 +67,7 @@ def test_memory_is_bounded_in_stretches_and_ids(fake: FakeServer) -> None:
 def test_spliced_ids_spell_exactly_the_text_they_stand_for(fake: FakeServer, text: str, cuts: list[int]) -> None:
     tokenizer, memory = fake.tokenizer, SampledIds()
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    ids = [i for a, b in zip(edges, edges[1:], strict=False) for i in tokenizer.encode_plain(text[a:b])]
+    ids = [i for a, b in pairwise(edges) for i in tokenizer.encode_plain(text[a:b])]
     memory.learn(tokenizer, "", ids)
     found = memory.view("")(text)
     if found is not None:
