@@ -126,17 +126,18 @@ void run(const Matrix& m, const char* data, const float* x, int64_t ldx, float* 
 
 template <class W>
 void pack(const float* from, int rows, int cols, char* to) {
+    const std::vector<float> nothing(cols);
     const int all = (rows + kTile - 1) / kTile;
     for (int tile = 0; tile < all; tile += kGroup) {
         const int tiles = std::min(kGroup, all - tile);
         for (int p = 0; p < cols / 2; ++p) {
             for (int t = 0; t < tiles; ++t) {
-                float even[kTile] = {}, odd[kTile] = {};
+                float even[kTile], odd[kTile];
                 for (int i = 0; i < kTile; ++i) {
                     const int row = (tile + t) * kTile + i;
-                    if (row >= rows) break;
-                    even[i] = from[int64_t(row) * cols + 2 * p];
-                    odd[i] = from[int64_t(row) * cols + 2 * p + 1];
+                    const float* pair = (row < rows ? from + int64_t(row) * cols : nothing.data()) + 2 * p;
+                    even[i] = pair[0];
+                    odd[i] = pair[1];
                 }
                 W::write(to, even, odd);
                 to += W::kPair;
@@ -164,11 +165,29 @@ extern "C" int64_t dix_packed_bytes(int rows, int cols, int format) {
     return int64_t((rows + 15) / 16) * (cols / 2) * (format == 0 ? 64 : 128);
 }
 
-// from: fp32 [rows, cols], cols even; for format 0 every value is exact in bf16.
-extern "C" void dix_pack(const float* from, int rows, int cols, int format, char* to) {
-    if (format == 0) {
-        dix::pack<dix::Bf16>(from, rows, cols, to);
-    } else {
-        dix::pack<dix::Fp32>(from, rows, cols, to);
+// Whether every value is exact in bf16.
+extern "C" int dix_exact(const float* from, int64_t count) {
+    for (int64_t i = 0; i < count;) {
+        uint32_t rest = 0;
+        for (const int64_t end = std::min(count, i + 4096); i < end; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, from + i, 4);
+            rest |= bits & 0xFFFF;
+        }
+        if (rest) return 0;
+    }
+    return 1;
+}
+
+// from: fp32 [count, rows, cols], cols even; for format 0 every value is exact in bf16. to: `count` packed matrices.
+extern "C" void dix_pack(const float* from, int count, int rows, int cols, int format, char* to) {
+    for (int i = 0; i < count; ++i) {
+        const float* source = from + int64_t(i) * rows * cols;
+        char* target = to + i * dix_packed_bytes(rows, cols, format);
+        if (format == 0) {
+            dix::pack<dix::Bf16>(source, rows, cols, target);
+        } else {
+            dix::pack<dix::Fp32>(source, rows, cols, target);
+        }
     }
 }

@@ -105,7 +105,8 @@ class Model(Structure):
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
-    "dix_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
+    "dix_exact": (c_int32, [c_void_p, c_int64]),
+    "dix_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p]),
     "dix_model_bytes": (c_int64, []),
     "dix_layer_bytes": (c_int64, []),
     "dix_open": (c_void_p, []),

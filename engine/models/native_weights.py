@@ -219,14 +219,11 @@ class NativeWeights:
     def _pack(self, weights: Tensor) -> c.Matrix:
         """weights: fp32 [rows, cols], or a stack [N, rows, cols] of which the result describes the first."""
         stack = weights.reshape(-1, *weights.shape[-2:]).contiguous()
-        rows, cols = stack.shape[1:]
-        exact = not (stack.view(torch.int32) & 0xFFFF).any()
-        form = 0 if exact else 1
+        count, rows, cols = stack.shape
+        form = 0 if self._library.dix_exact(stack.data_ptr(), stack.numel()) else 1
         size = self._library.dix_packed_bytes(rows, cols, form)
-        # A cache line's start for every vector; torch aligns what it allocates.
-        packed = torch.empty(len(stack), size, dtype=torch.uint8)
-        for source, target in zip(stack, packed, strict=True):
-            self._library.dix_pack(source.data_ptr(), rows, cols, form, target.data_ptr())
+        packed = torch.empty(count, size, dtype=torch.uint8)
+        self._library.dix_pack(stack.data_ptr(), count, rows, cols, form, packed.data_ptr())
         return c.Matrix(data=self._pointer(packed), bytes=size, rows=rows, cols=cols, format=form)
 
     def _floats(self, values: Tensor) -> int:

@@ -6,6 +6,8 @@ Source: config key `quantization_config`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -52,8 +54,15 @@ def encode_fp4_rows(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_fp4_rows(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """packed: [A, B/2] int8, scale: [A, B/32] uint8. Returns [A, B] of `dtype`."""
-    values = e2m1_values(unpack_e2m1(packed.view(torch.uint8))).unflatten(-1, (-1, BLOCK))
-    return (values * e8m0_values(scale)[..., None]).flatten(-2).to(dtype)
+    codes = packed.view(torch.uint8).flatten().to(torch.int32)
+    values = _byte_values(packed.device).index_select(0, codes).view(packed.shape[0], -1, BLOCK)
+    return values.mul_(e8m0_values(scale)[..., None]).flatten(-2).to(dtype)
+
+
+@lru_cache(maxsize=8)
+def _byte_values(device: torch.device) -> Tensor:
+    """[256, 2] fp32: both values of every packed byte."""
+    return e2m1_values(unpack_e2m1(torch.arange(256, dtype=torch.uint8, device=device)[:, None]))
 
 
 def encode_table_rows(w: Tensor) -> tuple[Tensor, Tensor]:
