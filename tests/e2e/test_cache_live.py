@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.e2e.cache_live import TRACES, Live, bodies, generated, herd, leaks, replay, soak
-from tests.e2e.conftest import Dix, start
+from hicache.policy import restore_cap
+from tests.e2e.cache_live import BASE, KEEP, PAGE, TRACES, Live, bodies, generated, herd, leaks, replay, soak
+from tests.e2e.conftest import Dix, start, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -43,6 +45,34 @@ def test_herd_on_one_prefix_prefills_it_once(live: Live) -> None:
     found = herd(live, requests=16, prefix_tokens=4000)
     assert found["full"] <= 2
     assert found["share_of_possible"] >= 0.97
+
+
+def test_rank_restores_what_its_peer_stored_and_answers_the_same(dix: Dix) -> None:
+    running = start(dix, "cache-peers", "--dp", "2", "--set", "server.rank_header=true")
+    try:
+        pair = Live(running.url)
+        homes: dict[str, str] = {}
+        for number in range(64):
+            if len(homes) == 2:
+                break
+            homes.setdefault(rank_of(pair, f"s{number}", [{"role": "user", "content": f"hi {number}"}])[0], f"s{number}")
+        talk = [{"role": "user", "content": pair.text(list(range(2000)))}]
+        (first, session), (second, other) = sorted(homes.items())
+        assert rank_of(pair, session, talk)[:2] == (first, 0)
+        rank, hit, text = rank_of(pair, other, talk)
+        assert (rank, hit) == (second, restore_cap(len(pair.ids(talk)), KEEP, PAGE))
+        assert rank_of(pair, other, talk, prefix_cache=False)[2] == text
+        wait_until("counters", lambda: pair.ranks()[int(second)]["prefix_cache"]["tiers"]["peer"]["hit_tokens_total"] == hit)
+    finally:
+        dix("stop", "cache-peers", "--grace", "1s")
+
+
+def rank_of(live: Live, session: str, messages: list[dict[str, str]], **fields: Any) -> tuple[str, int, str]:
+    """(rank, hit tokens, answer)."""
+    body = {**BASE, "max_tokens": 16, "messages": messages, "session_id": session, **fields}
+    answer = live.http.post("/v1/chat/completions", json=body)
+    value = answer.json()
+    return answer.headers["x-deepinfer-rank"], value["usage"]["prompt_cache_hit_tokens"], value["choices"][0]["message"]["content"]
 
 
 def test_soak_with_aborts_preemption_and_a_small_arena_leaks_nothing(tight: Live) -> None:
