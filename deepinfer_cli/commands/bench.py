@@ -175,5 +175,6 @@ TABLE = {
     "agentx": Lazy("deepinfer_cli.commands.bench_agentx:agentx", "Replay recorded coding-agent sessions and keep the run."),
     "run": Lazy("deepinfer_cli.commands.bench:run", "Run a recipe against a server and keep the run."),
     "sweep": Lazy("deepinfer_cli.commands.bench:sweep", "Run a recipe once per combination of values, alternating."),
+    "engine": Lazy("deepinfer_cli.commands.bench_engine:engine", "Measure prefill and decode of the engine without a server."),
     "list": Lazy("deepinfer_cli.commands.bench:list_", "List the recipes."),
 }
