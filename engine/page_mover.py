@@ -93,17 +93,17 @@ class PageMover:
         return INTACT
 
     def restore_from_peer(self, match: PeerMatch, blocks: Sequence[int], slot: int) -> bool:
-        """Copy a peer's leased pages and state into blocks and a state slot, and end the lease when the copies are done.
+        """Copy a peer's leased pages and state into blocks and a state slot, and end the lease.
 
         False when the bytes are not those that the peer had described; then the window is not loaded.
         """
         peer, rows = match.peer, range(len(match.state))
         on_cpu = self._kv.blocks.device.type == "cpu"
-        copies = CpuTransfer(peer.arena) if on_cpu else BounceTransfer(peer.arena)
-        copies.copy_in(match.pages, self._kv.blocks, blocks)
-        copies.copy_in(match.state, self._staging, rows)
-        if not on_cpu:
-            torch.cuda.current_stream().synchronize()  # a bounced copy is rare; its lease must not end before it
+        if peer.transfer is None:
+            peer.transfer = CpuTransfer(peer.arena) if on_cpu else BounceTransfer(peer.arena)
+        # Both engines have read the peer's frames when they return, so the lease can end then.
+        peer.transfer.copy_in(match.pages, self._kv.blocks, blocks)
+        peer.transfer.copy_in(match.state, self._staging, rows)
         intact = peer.unchanged(match) and (not on_cpu or self._as_described(match, blocks))
         peer.release(match)
         if intact:

@@ -49,6 +49,11 @@ class HostArena:
         data = torch.frombuffer(self.mapping, dtype=torch.uint8, offset=self._begin, count=num_frames * frame_bytes)
         self.rows: Tensor = data.view(num_frames, frame_bytes)
 
+    @property
+    def inherited(self) -> bool:
+        """Whether a former owner's bytes are in it."""
+        return self._segment is not None and self._segment.reused
+
     def reserve(self, frames: Sequence[int]) -> None:
         """Frames are about to be written. Raises MachineError when a segment's file system has no memory for them."""
         if self._segment is not None and frames:

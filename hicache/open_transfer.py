@@ -45,7 +45,6 @@ def open_transfer(config: HiCacheConfig, arena: HostArena, blocks: Tensor) -> Op
     build_dir = Path(config.build_dir) if config.build_dir else Path.home() / ".cache" / "dix" / "native"
     try:
         library = build_library(build_dir, log.info)
-        arena.reserve([arena.num_frames - 1])  # pinning touches all of it
         pinned = pin(arena, library)
     except (BuildError, MachineError) as error:
         log.warning("host cache copies go through a bounce buffer: %s (%s)", error, error.hint)

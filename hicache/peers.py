@@ -17,6 +17,7 @@ from hicache.host_pool import HostArena
 from hicache.index import NONE
 from hicache.records import Kind, Record, Records
 from hicache.segment import CacheHome, Layout, Segment, SegmentRefused, open_peer, process_start
+from hicache.transfer import Transfer
 
 _LOOK_AGAIN_S = 1.0  # between two attempts to open a peer's segment, and two looks whether it is still the same file
 _MOST_LEASES = 255
@@ -46,6 +47,7 @@ class Peer:
         layout = segment.layout
         self.segment, self.records = segment, Records(segment)
         self.arena = HostArena(layout.num_frames, layout.frame_bytes, segment)
+        self.transfer: Transfer | None = None  # made by the first restore
         self._row = LeaseRow(segment, own_rank)
         self._pages: dict[bytes, int] = {}
         self._states: dict[bytes, int] = {}

@@ -11,6 +11,7 @@ import torch
 
 from engine.prefix_cache import PrefixCache
 from hicache.config import HiCacheConfig
+from hicache.segment import CacheHome
 from tests.engine.test_prefix_cache import FRAME, KEEP, _ids, assert_idle, next_prompt, prefill
 from tests.hicache.fake_kv import FakeKV, make_sequence
 
@@ -78,3 +79,35 @@ def test_flipped_byte_in_the_arena_is_found_by_the_device(build_dir: Path) -> No
     assert cache.stats()["checksum_errors_total"] == 1
     assert_idle(cache)
     cache.close()
+
+
+def test_restarted_rank_and_its_peer_restore_from_the_segment_what_the_gpu_had_computed(build_dir: Path, tmp_path: Path) -> None:
+    config = HiCacheConfig(min_restore_tokens=1, audit="full", build_dir=str(build_dir))
+    tokens = list(range(41))
+
+    def start(rank: int) -> PrefixCache:
+        home = CacheHome(tmp_path, "dix-test", rank, 2, b"s" * 32)
+        kv = FakeKV(num_blocks=40, device="cuda")
+        return PrefixCache(config, kv, "model", KEEP, num_bytes=60 * FRAME, home=home)  # type: ignore[arg-type]
+
+    def serve(cache: PrefixCache) -> int:
+        seq, kv = make_sequence(next(_ids), tokens), cache.mover._kv
+        cache.begin_step()
+        cache.restore(seq, cache.plan(seq))
+        for block in range(seq.num_computed // kv.block_size):
+            expected = kv.page_bytes(tokens[: (block + 1) * kv.block_size])  # type: ignore[attr-defined]
+            assert kv.blocks[seq.block_table[block]].cpu().equal(expected)
+        prefill(cache, seq)
+        cache.finish(seq)
+        return seq.cached_tokens or 0
+
+    first, peer = start(0), start(1)
+    assert serve(first) == 0
+    torch.cuda.synchronize()
+    first.begin_step()  # its copies are complete, so their records are written now
+    assert serve(peer) == 32
+    first.close()
+    again = start(0)
+    assert again.recovery.pages == 10
+    assert serve(again) == 32
+    assert again.stats()["checksum_errors_total"] == peer.stats()["checksum_errors_total"] == 0
