@@ -40,6 +40,7 @@ class Draft:
 
     def __init__(self, backbone: Backbone) -> None:
         self.b = backbone
+        self.skip_head = False  # leave `Drafted.base` empty
         self.loads: list[Tensor] = []  # rows per routed expert of each stage in the last forward pass
 
     def forward(self, params: Params, batch: Batch, taps: Tensor, anchors: Tensor, lo: Tensor, options: Options) -> Drafted:
@@ -66,6 +67,8 @@ class Draft:
             main = keys.index_select(0, window).unflatten(0, (len(anchors), -1))
             h, pre = self._stage(params, p, h, pre, main, valid, rope, options.rounding)
         hidden = pieces.collapse(h, pre)
+        if self.skip_head:
+            return Drafted(hidden.unflatten(0, (-1, block)), hidden[:0])
         base = fn.head_logits(hidden, params[f"mtp.{s.draft_stages - 1}.norm.weight"], params["head.weight"])
         return Drafted(hidden.unflatten(0, (-1, block)), base.unflatten(0, (-1, block)))
 

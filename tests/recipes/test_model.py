@@ -76,7 +76,7 @@ def test_logits_index_sets_and_drafts_equal_the_golden_vectors(
 def test_packed_documents_equal_single_ones(model: tuple[Backbone, dict[str, torch.Tensor]]) -> None:
     backbone, params = model
     documents = [prompts()[2][:96], prompts()[3][:160], prompts()[2][10:26]]
-    options = Options(True, FILTER, torch.float32, max_len=160)
+    options = Options(False, FILTER, torch.float32, max_len=160)
     starts = [0, 96, 256]
     start = torch.cat([torch.full((len(d),), at) for d, at in zip(documents, starts, strict=True)])
     end = torch.cat([torch.full((len(d),), at + len(d)) for d, at in zip(documents, starts, strict=True)])
