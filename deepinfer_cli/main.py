@@ -1,158 +1,28 @@
-"""The entry point: the table of commands and the single error boundary."""
+"""The console script. The first question, `dix --help`, is answered from a recorded page, before anything is imported to think about it."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
-import threading
-import time
-import traceback
-from typing import Annotated, Any
 
-import typer
-from typer.main import get_command
-
-from deepinfer_cli.exit_codes import ExitCode
-from deepinfer_cli.lazy import CONTEXT, Lazy, LazyGroup
-from hicache.errors import DixError
-
-HERE = "deepinfer_cli.commands"
-COMMANDS = {
-    "serve": Lazy(f"{HERE}.serve:serve", "Serve a model in the foreground."),
-    "start": Lazy(f"{HERE}.start:start", "Serve a model in the background; returns when it is ready."),
-    "stop": Lazy(f"{HERE}.stop:stop", "Stop a background server and everything it started."),
-    "status": Lazy(f"{HERE}.status:status", "Show what is running."),
-    "logs": Lazy(f"{HERE}.logs:logs", "Show a server's log."),
-    "chat": Lazy(f"{HERE}.chat:chat", "Talk to a model."),
-    "generate": Lazy(f"{HERE}.generate:generate", "Generate text offline, without a server."),
-    "render": Lazy(f"{HERE}.render:render", "Show the exact prompt that a chat body becomes."),
-    "check-cache": Lazy(f"{HERE}.check_cache:check_cache", "Prove on a live server that the prefix cache changes no token."),
-    "cache": Lazy(f"{HERE}.cache:TABLE", "Look at the prefix cache of a live server.", group=True),
-    "tune": Lazy(f"{HERE}.tune:TABLE", "Find the best value of a setting on a running server.", group=True),
-    "bench": Lazy(f"{HERE}.bench:TABLE", "Measure a server and keep the run.", group=True),
-    "report": Lazy(f"{HERE}.report:report", "Show, compare and export runs."),
-    "model": Lazy(f"{HERE}.model:TABLE", "Make, inspect and verify model directories.", group=True),
-    "config": Lazy(f"{HERE}.config:TABLE", "Show settings and where they come from.", group=True),
-    "doctor": Lazy(f"{HERE}.doctor:doctor", "Check this machine and this installation."),
-}
+PAGE = os.path.join(os.path.dirname(__file__), "help.txt")
 
 
-class Root(LazyGroup):
-    """`dix` itself."""
-
-    table = COMMANDS
-
-
-app = typer.Typer(
-    name="dix",
-    cls=Root,
-    add_completion=True,
-    rich_markup_mode=None,
-    invoke_without_command=True,
-    context_settings=CONTEXT,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> int:
-    """Serve and measure the DeepSeek-V4.1 architecture: engine, OpenAI-compatible server, host prefix cache, benchmarks.
-
-    Next: dix chat tiny, dix serve tiny, or dix bench run smoke
-    """
-    if version:
-        print(f"dix {version_text()}")
-        raise typer.Exit(ExitCode.OK)
-    if context.invoked_subcommand is None:
-        from deepinfer_cli.commands.overview import overview
-
-        raise typer.Exit(overview())
-    return ExitCode.OK
-
-
-def version_text() -> str:
-    from importlib.metadata import version
-
-    return version("dix")
-
-
-def run(arguments: list[str] | None = None) -> None:
-    """Console script: exit with the command's code."""
-    sys.exit(main(arguments))
+def run() -> None:
+    """Exit with the command's code."""
+    if sys.argv[1:] in (["--help"], ["-h"]) and "_DIX_COMPLETE" not in os.environ:
+        try:
+            with open(PAGE, encoding="utf-8") as page:
+                sys.stdout.write(page.read())
+                sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(main(None))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line and return its exit code. Every failure is printed here and nowhere else."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if threading.current_thread() is threading.main_thread():
-        # As an exception, so that a started child or a half-written run is put in order first.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
-    try:
-        code = get_command(app).main(args=given, prog_name="dix", standalone_mode=False)
-        return int(code or 0)
-    except BrokenPipeError:
-        from deepinfer_cli.ui import discard_stdout
+    """Run one command line, `sys.argv` when none is given, and return its exit code."""
+    from deepinfer_cli.app import main as answer
 
-        discard_stdout()
-        return ExitCode.OK
-    except (KeyboardInterrupt, typer.Abort):
-        return ExitCode.INTERRUPTED
-    except Exception as error:
-        return explain(error, given)
-
-
-def explain(error: Exception, arguments: list[str]) -> int:
-    """Print a failure as one line and a hint, or as one JSON document, and return its exit code."""
-    hint = str(getattr(error, "hint", "") or "")
-    code = getattr(error, "exit_code", None)
-    if isinstance(error, DixError) or (code is not None and hasattr(error, "hint")):
-        message = str(error)
-    elif hasattr(error, "format_message"):
-        message, hint, code = str(error.format_message()).rstrip("."), _usage_hint(error), ExitCode.USAGE
-    elif isinstance(error, OSError) and error.errno in (28, 122):
-        message, hint, code = (
-            f"no space left: {error.filename or 'the disk'} is full",
-            "free some space; what was measured so far is kept",
-            ExitCode.MACHINE,
-        )
-    else:
-        message, hint, code = f"this is a bug: {type(error).__name__}: {error}", f"traceback: {_keep_traceback(error)}", ExitCode.BUG
-    _print_failure(error, message, hint, int(code or ExitCode.BUG), arguments)
-    return int(code or ExitCode.BUG)
-
-
-def _print_failure(error: Exception, message: str, hint: str, code: int, arguments: list[str]) -> None:
-    from deepinfer_cli.ui import Ui, UiOptions
-
-    color = False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None
-    ui = Ui(UiOptions(color=color), os.environ)
-    if "--json" in arguments:
-        ui.document("dix.error/1", {"code": code, "message": message, "hint": hint or None})
-    ui.error(message, hint)
-    if any(a in ("-v", "-vv", "--verbose") for a in arguments):
-        cause = error.__cause__ or error.__context__
-        while cause is not None:
-            ui.note(f"  because {type(cause).__name__}: {cause}", "quiet")
-            cause = cause.__cause__ or cause.__context__
-
-
-def _usage_hint(error: Any) -> str:
-    context = getattr(error, "ctx", None)
-    return f"{context.command_path} --help" if context is not None else "dix --help"
-
-
-def _keep_traceback(error: Exception) -> str:
-    from deepinfer_cli.paths import paths_from
-
-    folder = paths_from(os.environ).crashes
-    text = "".join(traceback.format_exception(error))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-        path.write_text(json.dumps({"argv": sys.argv}) + "\n" + text, encoding="utf-8")
-    except OSError:
-        sys.stderr.write(text)
-        return "above (the state directory cannot be written)"
-    return str(path)
+    return answer(arguments)

@@ -16,9 +16,9 @@ NEXT = [
 
 def overview() -> int:
     """Print the overview. Never fails because of what it looks at."""
+    from deepinfer_cli.app import version_text
     from deepinfer_cli.bench.runs import list_runs
     from deepinfer_cli.doctor import describe_device
-    from deepinfer_cli.main import version_text
 
     call = prepare(Shared(), {}, {})
     running = list_servers(call.paths.state)

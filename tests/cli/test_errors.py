@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer_cli import main as main_module
+from deepinfer_cli import app as main_module
 from deepinfer_cli.commands import config as config_command
 from hicache.errors import ConfigError, DixError, MachineError
 from server.errors import ServerUnreachable

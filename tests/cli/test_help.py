@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 
-from deepinfer_cli.main import COMMANDS, main
+import deepinfer_cli.main
+from deepinfer_cli.app import COMMANDS, main
 
 FOLDER = Path(__file__).parent / "help"
+SHIPPED = Path(deepinfer_cli.main.__file__).with_name("help.txt")
 
 
 def command_lines() -> list[tuple[str, ...]]:
@@ -43,6 +45,10 @@ def test_help_is_the_recorded_page(words: tuple[str, ...]) -> None:
     assert help_text(words) == path_of(words).read_text(encoding="utf-8")
 
 
+def test_the_page_that_is_answered_at_once_is_the_same() -> None:
+    assert SHIPPED.read_text(encoding="utf-8") == help_text(())
+
+
 def test_no_page_is_left_of_a_command_that_is_gone() -> None:
     assert {path.name for path in FOLDER.glob("*.txt")} == {path_of(words).name for words in command_lines()}
 
@@ -53,3 +59,4 @@ if __name__ == "__main__":
         old.unlink()
     for words in command_lines():
         path_of(words).write_text(help_text(words), encoding="utf-8")
+    SHIPPED.write_text(help_text(()), encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_cli.main import COMMANDS
+from deepinfer_cli.app import COMMANDS
 
 HEAVY = ("torch", "transformers", "fastapi", "pandas", "numpy", "rich", "httpx", "pyarrow", "matplotlib", "psutil", "uvicorn", "zmq")
 PROBE = """
@@ -50,6 +50,13 @@ def test_every_command_of_the_table_can_be_imported() -> None:
         module, _, attribute = entry.target.partition(":")
         found = getattr(importlib.import_module(module), attribute)
         assert found, name
+
+
+def test_the_first_question_is_answered_without_the_command_line_library() -> None:
+    code = "import sys; from deepinfer_cli.main import run\nimport atexit; atexit.register(lambda: print('typer' in sys.modules))\nrun()"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "Usage: dix" in done.stdout
 
 
 def test_help_is_quick() -> None:
