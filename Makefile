@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-fast lint format bench clean
+.PHONY: help setup demo test test-fast clients lint format bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,11 @@ test: setup lint  ## Everything that runs without a GPU
 
 test-fast: setup  ## Unit tests only
 	$(BIN)/python -m pytest -m 'not gpu and not multi_gpu and not slow and not e2e'
+
+clients: setup  ## Try the server with client libraries that others wrote
+	test -x $(VENV)/clients/bin/python || $(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check -r recipes/clients.txt
+	$(BIN)/python -m pytest tests/clients
 
 lint: setup  ## ruff, mypy and the import rules
 	$(BIN)/ruff check .

@@ -41,7 +41,9 @@ def _message(raw: Any, where: str, *, is_last: bool, images: bool) -> Message:
         hint = "; use tools and role tool" if role == "function" else ""
         raise BadRequest(f"{where}.role", f"{where}.role must be one of system, developer, user, assistant, tool, latest_reminder{hint}")
     message: Message = {"role": role, "content": _content(raw.get("content"), role, f"{where}.content", images)}
-    calls = raw.get("tool_calls") or None
+    calls = raw.get("tool_calls")
+    if calls == []:
+        calls = None
     if calls is not None and role != "assistant":
         raise BadRequest(f"{where}.tool_calls", f"{where}.tool_calls belongs to assistant messages only")
     if role == "assistant":
@@ -63,8 +65,7 @@ def _assistant_fields(raw: Message, calls: Any, where: str) -> Message:
             continue
         if not isinstance(value, str):
             raise BadRequest(f"{where}.{name}", f"{where}.{name} must be a string")
-        fields["reasoning_content"] = value
-        break
+        fields.setdefault("reasoning_content", value)
     if calls is not None:
         fields["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     return fields

@@ -102,8 +102,8 @@ def _open_paths() -> dict[str, Any]:
 def _generation_paths(vocab_size: int) -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     token_id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
-    chat = {**_json("ChatCompletion"), "text/event-stream": STRING}
-    plain = {**_json("Completion"), "text/event-stream": STRING}
+    chat = {**_json("ChatCompletion"), "text/event-stream": ref("Event")}
+    plain = {**_json("Completion"), "text/event-stream": ref("Event")}
     ids = record(["tokens"], tokens=array(token_id))
     return {
         "/v1/chat/completions": {"post": _operation("Answer a conversation.", chat, BODY_FAILURES, ref("ChatRequest"))},

@@ -212,6 +212,8 @@ def answer_schemas() -> dict[str, Schema]:
         "Completion": record(
             [*head, "object", "choices"], **head, object={"const": "text_completion"}, choices=array(plain, minItems=1), **explain
         ),
+        # Of each event of a stream: a chunk, [DONE], or with the event name "error" a failure.
+        "Event": record(["data"], event={"enum": ["message", "error"]}, data=STRING),
         "Model": model,
         "ModelList": answer(object={"const": "list"}, data=array(ref("Model"))),
         "Tokens": answer(tokens=array(COUNT), count=COUNT, max_model_len=COUNT),
