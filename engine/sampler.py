@@ -74,12 +74,13 @@ class Sampler:
         logits: [R, V] fp32, rows of sequence 0 behind its last token and behind each of its drafts, then sequence 1 and so on.
         The result has one entry per sequence.
         """
-        rows = DraftedRows.of(seqs, drafts)
-        traits = self._prepare(logits, rows.seqs)
+        each = self._prepare(logits, seqs, sum(map(len, drafts)))
         masks = draft_masks(seqs, drafts, logits.shape[1])
-        if masks is None and all(t.plain_greedy for t in traits):
+        if masks is None and all(t.plain_greedy for t in each):
             best, ids = logits.max(dim=-1)
             return _kept_tokens(drafts, ids.tolist(), _errors(best))
+        rows = DraftedRows.of(seqs, drafts)
+        traits = [t for t, ids in zip(each, drafts, strict=True) for _ in range(len(ids) + 1)]
         work, errors = self._constrain(logits, rows.seqs, traits, masks, rows.ahead)
         tokens = work.argmax(dim=-1).tolist()
         drawn = _drawn(traits, errors)
@@ -98,8 +99,8 @@ class Sampler:
             sampled.logprobs.setdefault(k, []).append(entries[i])
         return sampled
 
-    def _prepare(self, logits: Tensor, rows: list[Sequence]) -> list[_Traits]:
-        assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} sequences"
+    def _prepare(self, logits: Tensor, rows: list[Sequence], num_drafts: int = 0) -> list[_Traits]:
+        assert logits.shape[0] == len(rows) + num_drafts, f"{logits.shape[0]} rows of logits for {len(rows)} sequences, {num_drafts} drafts"
         if self.num_tokens < logits.shape[1]:
             logits[:, self.num_tokens :] = float("-inf")
         if self.poison_next_row and rows:

@@ -21,6 +21,7 @@ from engine.models.draft import DraftSlice
 Floats = NDArray[np.float64]
 
 RESIDUALS = 5000  # steps that the context slope remembers
+SLOPE_INTERVAL = 100  # steps between two looks at them
 LEAST_RESIDUALS = 10  # of one bucket, before it has a say
 SAMPLER_TIMES = 9
 LEAST_SAMPLER_TIMES = 5
@@ -58,6 +59,7 @@ class CostModel:
         self._residuals: deque[tuple[int, float]] = deque(maxlen=RESIDUALS)
         self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_TIMES))
         self._slope, self._fresh = 0.0, 0
+        self._expected: dict[int, float] = {}  # rows -> seconds of the curve
 
     def step_s(self, rows: NDArray[np.int64], num_seqs: int) -> Floats:
         """Seconds of steps with so many rows in all, for the same sequences."""
@@ -82,18 +84,19 @@ class CostModel:
     def observe(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         """A step that was taken."""
         self._sampler[num_seqs].append(sampler_s)
-        self._residuals.append((rows, (forward_s - float(self._steps(np.array([rows]))[0])) / rows))
+        if rows not in self._expected:
+            self._expected[rows] = float(self._steps(np.array([rows]))[0])
+        self._residuals.append((rows, (forward_s - self._expected[rows]) / rows))
         self._fresh += 1
-        if self._fresh >= LEAST_RESIDUALS:
+        if self._fresh >= (SLOPE_INTERVAL if len(self._residuals) >= SLOPE_INTERVAL else LEAST_RESIDUALS):
             self._fresh = 0
             self._slope = self._median_slope()
 
     def _median_slope(self) -> float:
-        by_size: dict[int, list[float]] = defaultdict(list)
-        for rows, residual in self._residuals:
-            by_size[rows].append(residual)
-        medians = [statistics.median(values) for values in by_size.values() if len(values) >= LEAST_RESIDUALS]
-        return max(0.0, statistics.median(medians)) if medians else 0.0
+        table = np.array(self._residuals)
+        sizes, counts = np.unique(table[:, 0], return_counts=True)
+        medians = [np.median(table[table[:, 0] == size, 1]) for size in sizes[counts >= LEAST_RESIDUALS]]
+        return max(0.0, float(np.median(medians))) if medians else 0.0
 
 
 class MeasuredRunner(Protocol):

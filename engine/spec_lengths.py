@@ -18,8 +18,10 @@ from engine.spec_costs import CostModel
 
 MAX_CONFIDENCE = 60.0  # raw confidences are clamped to this size. Source: the release's draft head
 MIN_TEMPERATURE = 1e-5
-# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes.
-PROBE_INTERVAL = 32
+# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes. In between the question is
+# asked again every HOLD steps, since nothing but the number of sequences changes.
+PROBE_INTERVAL = 64
+HOLD = 8
 # Weight of old acceptance counts per verification: about the last thousand drafts of a place count.
 _DECAY = 0.999
 _FRESH = 0.01  # share of the newest rates in those that a sequence without any is given
@@ -80,6 +82,9 @@ class ThroughputLength:
 
     def budget(self, rates: list[list[float]], rooms: list[int]) -> int | None:
         """The total with the largest expected tokens / seconds, the smallest of equals."""
+        if self._skipped % HOLD:
+            self._skipped += 1
+            return 0
         num_seqs = len(rates)
         gains = self._gains(rates, rooms)
         step_s = self.cost.step_s(num_seqs + np.arange(len(gains) + 1), num_seqs)
@@ -90,7 +95,7 @@ class ThroughputLength:
             self._skipped = 0
             return best
         self._skipped += 1
-        if self._skipped < PROBE_INTERVAL:
+        if self._skipped <= PROBE_INTERVAL:
             return 0
         self._skipped = 0
         return min(num_seqs, len(gains))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.request import FinishReason, Output, Request, SamplingParams
+from engine.request import FinishReason, Output, Request, SamplingParams, Status
 from hicache.config import HiCacheConfig
 from tests.engine.fake_runner import FakeLimits, FakeRunner, expected_greedy
+from tests.engine.simulation import make_scheduler, make_sequence
 
 LIMITS = FakeLimits(max_model_len=56, num_blocks=64, draft_block_size=5)
 
@@ -100,6 +101,39 @@ def test_eos_inside_a_block_ends_the_sequence_there():
         outputs = run(make_engine(noise=0.0), [request])["a"]
         assert tokens(outputs) == wanted
         assert outputs[-1].accepted <= len(outputs[-1].token_ids)
+
+
+def test_drafts_behind_a_drafted_end_are_not_verified():
+    number = next(n for n in range(200) if len(expected_greedy(prompt(n), 40, LIMITS)) in (3, 4, 5))
+    engine = make_engine(noise=0.0)
+    outputs = run(engine, [Request("a", prompt(number), SamplingParams(temperature=0, max_tokens=40))])["a"]
+    left = len(expected_greedy(prompt(number), 40, LIMITS)) - 1
+    assert [(output.drafted, output.accepted) for output in outputs] == [(0, 0), (left, left)]
+
+
+def test_computed_tokens_never_include_the_newest_one():
+    """The newest token's cache rows are written by the next step: whoever stores a prefix must not count them."""
+    engine = make_engine(noise=1.0)
+    for request in random_requests(random.Random(6), 3, ignore_eos=True, max_tokens=30, min_tokens=0, stop_token_ids=()):
+        engine.add_request(request)
+    while not engine.idle:
+        engine.step()
+        assert all(seq.num_computed == len(seq.token_ids) - 1 for seq in engine.scheduler.running)
+
+
+def test_blocks_of_refused_drafts_are_returned_before_anybody_is_preempted():
+    scheduler = make_scheduler(num_blocks=16, max_num_seqs=2)
+    scheduler.drafter = object()
+    first, second = make_sequence("a", 8, max_tokens=20), make_sequence("b", 7, max_tokens=20)
+    for seq, count in ((first, 2), (second, 4)):  # `second` owns two blocks more than its tokens need
+        scheduler.blocks.allocate(seq, 4 * count)
+        seq.status = Status.RUNNING
+        scheduler.running.append(seq)
+    first.token_ids.append(3)
+    held = scheduler.blocks.blocks.allocate(scheduler.blocks.blocks.num_free)
+    scheduler._grow_tables()
+    assert (len(first.block_table), len(second.block_table), scheduler.counters.preemptions) == (3, 2, 0)
+    assert scheduler.blocks.blocks.num_used == 5 + len(held)
 
 
 def test_drafts_never_pass_the_length_limits():
