@@ -39,7 +39,11 @@ def new_head(kind: str, prefix: str, model: str) -> Head:
 
 
 def usage(ticket: Ticket, choices: list[Choice]) -> dict[str, Any]:
-    """Always numbers. The prompt counts once, output of all choices is summed."""
+    """Always numbers. The prompt counts once, output of all choices is summed.
+
+    Cached tokens are those that the first choice reused. Every choice is a sequence of its own to the engine, so the ranks' counters of
+    prompt and cached tokens grow by each of them; with one choice both agree.
+    """
     completion = sum(choice.num_tokens for choice in choices)
     reasoning = sum(choice.parser.reasoning_tokens for choice in choices)
     return usage_of(ticket.prompt_len, completion, ticket.cached_tokens, reasoning, ticket.drafted, ticket.accepted)

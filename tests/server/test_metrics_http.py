@@ -83,6 +83,18 @@ def test_counters_agree_with_what_clients_were_told(fake: FakeServer) -> None:
     assert grown("requests", "rejected_total", "400") == 1
 
 
+def test_choices_of_one_prompt_tell_what_the_first_reused_while_ranks_count_each(fake: FakeServer) -> None:
+    before = settled(fake)["totals"]["tokens"]
+    body = {**BODY, "messages": [{"role": "user", "content": "three choices of one prompt"}], "n": 3}
+    usage = httpx.post(f"{fake.url}/v1/chat/completions", json=body).json()["usage"]
+    after = settled(fake)["totals"]["tokens"]
+    prompt = usage["prompt_tokens"]
+    assert (usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_cache_miss_tokens"]) == (0, prompt)
+    assert after["prompt_total"] - before["prompt_total"] == 3 * prompt
+    assert after["cached_total"] - before["cached_total"] == 2 * (prompt - 1)
+    assert after["generated_total"] - before["generated_total"] == usage["completion_tokens"]
+
+
 def test_prometheus_speaks_both_dialects_and_matches_the_json(fake: FakeServer) -> None:
     httpx.post(f"{fake.url}/v1/chat/completions", json=BODY)
     totals = settled(fake)["totals"]
