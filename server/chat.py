@@ -38,7 +38,10 @@ async def create(front: Front, http: HttpRequest) -> Response:
     if body.get("messages") is None:
         raise ApiError(400, "missing_field", "messages is missing", param="messages")
     small = http.state.small_body
-    known = front.known_ids(front.tenants.salt(http.state.key_id, request.cache_salt))
+    salt = front.tenants.salt(http.state.key_id, request.cache_salt)
+    if front.config.reattach_reasoning:
+        body = {**body, "messages": front.turns.complete(body["messages"], salt)}
+    known = front.known_ids(salt)
     rendered = await front.workers.run(front.text.render_chat, body, known, inline=small)
     front.metrics.oddities["history_missing_reasoning"] += rendered.missing_reasoning
     thinking = rendered.thinking

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.request import Output, TokenLogprob
 from server.errors import ApiError
-from server.output_parser import Delta, OutputParser
+from server.output_parser import Delta, DeltaKind, OutputParser
 from server.rank_pool import finish_error
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no -infinity
@@ -37,6 +37,9 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.stopped_early = False
         self.token_ids: list[int] = []
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.call_ids: list[str] = []
         self._token_bytes = token_bytes
         self._entries: dict[int, Entry] = {}  # by the parser's token index, until the token's text is sent
         self._num_parsed = 0
@@ -63,7 +66,19 @@ class Choice:
             if self.finish_reason is not None:
                 self.stopped_early = output.finish_reason is None
                 break
+        for piece in pieces:
+            self._note(piece)
         return pieces
+
+    def _note(self, piece: Delta) -> None:
+        """What the answer says so far, in pieces."""
+        match piece.kind:
+            case DeltaKind.CONTENT:
+                self.content.append(piece.text)
+            case DeltaKind.REASONING:
+                self.reasoning.append(piece.text)
+            case DeltaKind.TOOL_START:
+                self.call_ids.append(piece.call_id)
 
     def _feed(self, output: Output) -> list[Delta]:
         self.token_ids += output.token_ids

@@ -40,6 +40,7 @@ class ServerConfig:
     share_gpu: bool = knob(False, "Start although another program computes on the GPU.")
     metrics_compat: str = knob("vllm", "Foreign metric names to offer as well, comma separated: vllm, sglang.")
     splice_sampled_ids: bool = knob(True, "History that was generated here keeps the ids it was sampled with, so that prefixes stay equal.")
+    reattach_reasoning: bool = knob(False, "Put back the reasoning that a client drops from turns with tool calls made here.")
     rank_header: bool = knob(False, "Answer with X-DeepInfer-Rank.")
     debug_faults: bool = knob(False, "Offer POST /deepinfer/debug/fault. For tests only.")
     render_route: bool = knob(False, "Offer POST /deepinfer/render, which shows the exact prompt of a chat body.")

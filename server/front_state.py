@@ -20,6 +20,7 @@ from server.sampled_ids import Known, SampledIds
 from server.schemas import Bounds
 from server.tenants import Tenants
 from server.text import Text
+from server.turn_memory import TurnMemory
 from server.workers import Workers
 
 
@@ -34,6 +35,7 @@ class Front:
     grammars: GrammarCheck
     tenants: Tenants = field(default_factory=Tenants)
     sampled: SampledIds = field(default_factory=SampledIds)
+    turns: TurnMemory = field(default_factory=TurnMemory)
     poison: Poison = field(default_factory=Poison)
     keys: list[bytes] = field(default_factory=list)
     tell: Callable[[dict[str, Any]], None] = lambda _message: None

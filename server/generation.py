@@ -22,6 +22,7 @@ from server.router import PromptKeys, prompt_keys
 from server.schemas import CommonRequest
 from server.tickets import Ticket
 from server.tools import Tools
+from server.turn_memory import Turn
 
 KEEP_ALIVE_S = 10.0
 INLINE_TOKENS = 4096  # hashing more tokens than this goes to a worker
@@ -110,6 +111,9 @@ class Generation:
     def _learn(self) -> None:
         """Keep how the answers were split into tokens: they come back as history."""
         front = self.front
+        if front.config.reattach_reasoning:
+            for choice in self.choices:
+                front.turns.remember(Turn(self.salt, tuple(choice.call_ids), "".join(choice.content), "".join(choice.reasoning)))
         if front.config.splice_sampled_ids:
             for choice in self.choices:
                 front.workers.then(front.sampled.learn, front.text.tokenizer, self.salt, choice.token_ids, callback=lambda _: None)

@@ -1,0 +1,84 @@
+"""Reasoning comes back by tool-call id: for the same visible turn, the same tenant, and only when asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from server.turn_memory import Turn, TurnMemory
+from tests.server.harness import finish, start_fake
+
+
+def message(**changes: Any) -> dict[str, Any]:
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in ("a", "b")]
+    return {"role": "assistant", "content": "text", "tool_calls": calls, **changes}
+
+
+def memory() -> TurnMemory:
+    made = TurnMemory()
+    made.remember(Turn("s", ("a", "b"), "text", "because"))
+    return made
+
+
+def test_dropped_reasoning_of_the_same_turn_is_put_back_without_touching_the_request() -> None:
+    sent = [{"role": "user", "content": "x"}, message()]
+    found = memory().complete(sent, "s")
+    assert found[1] == {**message(), "reasoning_content": "because"}
+    assert sent[1] == message()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"content": "other"},
+        {"content": None},
+        {"reasoning_content": "mine"},
+        {"reasoning": "mine"},
+        {"tool_calls": message()["tool_calls"][:1]},
+        {"tool_calls": None},
+        {"tool_calls": "ab"},
+        {"tool_calls": [{"id": 3}]},
+        {"role": "user"},
+    ],
+)
+def test_any_other_turn_stays_as_the_client_sent_it(changes: dict[str, Any]) -> None:
+    assert memory().complete([message(**changes)], "s") == [message(**changes)]
+
+
+def test_other_tenant_and_malformed_bodies_get_nothing() -> None:
+    assert memory().complete([message()], "t") == [message()]
+    for body in (None, "x", [3, None]):
+        assert memory().complete(body, "s") == body
+
+
+def test_memory_is_bounded() -> None:
+    made = TurnMemory(most_turns=3, most_characters=25)
+    for number in range(9):
+        made.remember(Turn("", (str(number),), "", "0123456789"))
+    assert len(made) == 2
+    made.remember(Turn("", (), "", "no call"))
+    made.remember(Turn("", ("x",), "", ""))
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_prompt_of_the_next_turn_extends_the_answer_although_the_client_dropped_its_reasoning(wanted: bool) -> None:
+    server = start_fake(reattach_reasoning=wanted)
+    try:
+        dialect_call = '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
+        sampled = server.script(f"I think it over</think>\n\n{dialect_call}")
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+        body = {"messages": talk, "tools": [tool], "thinking": {"type": "enabled"}}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20).json()["choices"][0]["message"]
+        assert answer["reasoning_content"] == "I think it over"
+        before = server.recorded()[-1]["ids"]
+        answer.pop("reasoning_content")
+        talk += [answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "42"}]
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20).raise_for_status()
+        extends = server.recorded()[-1]["ids"][: len(before) + len(sampled)] == [*before, *sampled]
+        assert extends == wanted
+    finally:
+        finish(server)
