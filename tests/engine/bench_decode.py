@@ -22,6 +22,7 @@ from engine.models.tiny import ensure_tiny
 
 BLOCK = 128
 CHUNK = 512
+BURST = 10
 
 
 @dataclass
@@ -52,12 +53,17 @@ def piece(runner, ids, slot, start, end):
 
 
 def compare(name, calls, samples):
-    """Alternate between the two paths. calls: path -> function of the sample's number."""
+    """Alternate between the two paths in bursts, as a server runs them: the first call of a burst finds the caches cold and is dropped.
+
+    calls: path -> function of the sample's number.
+    """
     times = {path: Times() for path in calls}
-    for sample in range(samples + 3):
+    for first in range(0, samples, BURST):
         for path, call in calls.items():
-            times[path].take(lambda call=call, sample=sample: call(sample))
-    middle = {path: (statistics.median(t.wall[3:]), statistics.median(t.cpu[3:])) for path, t in times.items()}
+            call(first)
+            for sample in range(first + 1, first + 1 + BURST):
+                times[path].take(lambda call=call, sample=sample: call(sample))
+    middle = {path: (statistics.median(t.wall), statistics.median(t.cpu)) for path, t in times.items()}
     (eager_wall, eager_cpu), (wall, cpu) = middle["eager"], middle["compiled"]
     print(
         f"{name:<28} eager {eager_wall:8.2f} ({eager_cpu:8.2f} cpu)  compiled {wall:8.3f} ({cpu:8.3f} cpu) ms"
@@ -74,7 +80,7 @@ def main():
     torch.set_num_threads(1)
     model = args.model or str(ensure_tiny(Path.home() / ".cache" / "dix" / "models"))
     runners = {"eager": make(model, True, 8), "compiled": make(model, False, 8)}
-    length = args.context + args.samples + 3
+    length = args.context + args.samples + BURST + 1
     random = torch.Generator().manual_seed(0)
     prompts = [torch.randint(20, 400, (length,), generator=random).tolist() for _ in range(8)]
     for runner in runners.values():
@@ -99,7 +105,7 @@ def main():
         calls = {
             path: lambda _, r=r, ids=ids: r.run(Batch(StepKind.PREFILL, [piece(r, ids, 1, 0, len(ids))])) for path, r in runners.items()
         }
-        compare(f"prefill, {tokens} tokens", calls, max(5, args.samples // 4))
+        compare(f"prefill, {tokens} tokens", calls, BURST)
 
 
 if __name__ == "__main__":
