@@ -96,7 +96,7 @@ class Segment:
     def __init__(self, path: Path, descriptor: int, layout: Layout, *, reused: bool, note: str = "") -> None:
         self.path, self.layout, self.reused, self.note = path, layout, reused, note
         self._descriptor = descriptor
-        self._reserved = layout.num_frames if reused else 0
+        self._reserved = 0  # a former owner may have reserved less than all
         self.mapping = mmap.mmap(descriptor, layout.num_bytes)
 
     @property
