@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer_cli.bench import harness
 from deepinfer_cli.main import main
 
 
@@ -35,6 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             monkeypatch.delenv(name)
     monkeypatch.setenv("DIX_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(harness, "COUNTERS_AGE_S", 0.05)  # the stand-in server counts at once; only real ones lag behind
     return tmp_path / "home"
 
 

@@ -14,8 +14,8 @@ BETWEEN_RUNS = 0.02  # standard deviation of a run's own speed factor: clocks, n
 WINDOW_S = 300.0
 
 
-def simulated_requests(run: str, seed: int, requests: int = 400, ttft_factor: float = 1.0) -> pd.DataFrame:
-    """Poisson arrivals, log-normal service with a slow drift inside the run, TTFT with the queue of those before."""
+def simulated_numbers(seed: int, requests: int = 400, ttft_factor: float = 1.0) -> dict[str, Any]:
+    """Poisson arrivals, log-normal service with a slow drift inside the run, TTFT with the queue of those before. Column -> values."""
     rng = np.random.default_rng(seed)
     speed = np.exp(rng.normal(0, BETWEEN_RUNS))
     start_s = np.sort(rng.uniform(0, WINDOW_S, requests))
@@ -29,22 +29,26 @@ def simulated_requests(run: str, seed: int, requests: int = 400, ttft_factor: fl
     prompt = rng.integers(400, 4000, requests)
     cached = (prompt * rng.beta(8, 2, requests) * np.exp(rng.normal(0, 0.002))).astype(int)
     e2e_ms = ttft_ms + tpot_ms * (output - 1)
-    index = np.arange(requests)
-    frame = pd.DataFrame(
-        {
-            "run": run, "request_id": [f"{i // 4}-{i % 4}" for i in index], "conversation": index // 4, "turn": index % 4,
-            "scheduled_s": start_s, "start_s": start_s, "end_s": start_s + e2e_ms / 1e3, "queue_ms": 0.0, "ttft_ms": ttft_ms,
-            "tpot_ms": tpot_ms, "itl_max_ms": tpot_ms * 2, "e2e_ms": e2e_ms, "prompt_tokens": prompt, "cached_tokens": cached,
-            "output_tokens": output, "requested_tokens": output, "chunks": output, "tokens_per_chunk": 1.0, "rank": index % 2,
-            "finish_reason": "length", "ok": True, "outcome": "ok", "error_code": "", "error_text": "",
-            "server_queue_ms": waits_ms * ttft_factor, "restore_ms": service_ms * 0.1 * ttft_factor,
-            "prefill_ms": service_ms * 0.85 * ttft_factor, "server_ttft_ms": (waits_ms + service_ms * 0.98) * ttft_factor,
-            "drafted_tokens": output * 2,
-            "accepted_tokens": output // 2,
-        }
-    )  # fmt: skip
+    return {
+        "start_s": start_s, "end_s": start_s + e2e_ms / 1e3, "ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms,
+        "prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output, "server_queue_ms": waits_ms * ttft_factor,
+        "restore_ms": service_ms * 0.1 * ttft_factor, "prefill_ms": service_ms * 0.85 * ttft_factor,
+        "server_ttft_ms": (waits_ms + service_ms * 0.98) * ttft_factor,
+    }  # fmt: skip
+
+
+def simulated_requests(run: str, seed: int, requests: int = 400) -> pd.DataFrame:
+    """The same as a whole table of requests: four turns a conversation, two ranks, all of them good."""
+    numbers = simulated_numbers(seed, requests)
+    index, output = np.arange(requests), numbers["output_tokens"]
+    words = {"run": run, "finish_reason": "length", "ok": True, "outcome": "ok", "error_code": "", "error_text": ""}
+    more = {
+        "request_id": [f"{i // 4}-{i % 4}" for i in index], "conversation": index // 4, "turn": index % 4,
+        "scheduled_s": numbers["start_s"], "queue_ms": 0.0, "itl_max_ms": numbers["tpot_ms"] * 2, "requested_tokens": output, "chunks": output, "tokens_per_chunk": 1.0,
+        "rank": index % 2, "drafted_tokens": output * 2, "accepted_tokens": output // 2,
+    }  # fmt: skip
     counted = ("prompt_tokens", "cached_tokens", "output_tokens", "rank", "drafted_tokens", "accepted_tokens")
-    return frame.astype(dict.fromkeys(counted, "Int64"))
+    return pd.DataFrame({**numbers, **more}).assign(**words).astype(dict.fromkeys(counted, "Int64"))
 
 
 def write_run(root: Path, name: str, requests: pd.DataFrame, *, gaps_each: int = 0, labels: dict[str, str] | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import subprocess
@@ -13,26 +14,27 @@ import pytest
 
 from deepinfer_cli.report.compare import MEASURES, Result, Verdict, compare
 from deepinfer_cli.report.stats import STATS, Row, Summary, distribution
-from tests.cli.runs_simulator import simulated_requests, write_run
+from tests.cli.runs_simulator import simulated_numbers, simulated_requests, write_run
 
 RUNS, REPETITIONS = 5, 40
 BUDGET_BYTES = 1.5 * 2**30
 
 
-def summary_of(requests: pd.DataFrame, name: str) -> Summary:
-    """The compared numbers of one run, without files."""
-    window_s = float(requests["end_s"].max() - requests["start_s"].min())
-    rows = [row for metric in ("ttft", "tpot", "e2e") for row in distribution("all", metric, requests[f"{metric}_ms"].to_numpy())]
-    rows.append(Row("all", "output_rate", "value", float(requests["output_tokens"].sum()) / window_s, "tok/s", len(requests)))
-    hit = float(requests["cached_tokens"].sum()) / float(requests["prompt_tokens"].sum())
-    rows.append(Row("all", "hit_rate_client", "value", hit, "share", len(requests)))
-    run = {"id": name, "valid": True, "server": {}}
-    return Summary(run, rows, [], requests, requests, pd.DataFrame(), pd.DataFrame(), Path())
+@functools.cache
+def summary_of(seed: int, ttft_factor: float) -> Summary:
+    """The compared numbers of one run, without files and without its requests."""
+    found = simulated_numbers(seed, 1200, ttft_factor)
+    n, window_s = len(found["start_s"]), float(found["end_s"].max() - found["start_s"].min())
+    rows = [row for metric in ("ttft", "tpot", "e2e") for row in distribution("all", metric, found[f"{metric}_ms"])]
+    rows.append(Row("all", "output_rate", "value", float(found["output_tokens"].sum()) / window_s, "tok/s", n))
+    hit = float(found["cached_tokens"].sum()) / float(found["prompt_tokens"].sum())
+    rows.append(Row("all", "hit_rate_client", "value", hit, "share", n))
+    nothing = pd.DataFrame()
+    return Summary({"id": str(seed), "valid": True, "server": {}}, rows, [], nothing, nothing, nothing, nothing, Path())
 
 
 def group(first_seed: int, ttft_factor: float = 1.0) -> list[Summary]:
-    seeds = range(first_seed, first_seed + RUNS)
-    return [summary_of(simulated_requests(str(seed), seed, requests=1200, ttft_factor=ttft_factor), str(seed)) for seed in seeds]
+    return [summary_of(seed, ttft_factor) for seed in range(first_seed, first_seed + RUNS)]
 
 
 def verdicts(result: Result) -> dict[str, Verdict]:
@@ -60,7 +62,7 @@ def test_a_regression_of_ten_percent_is_found_in_90_percent_of_repetitions() -> 
 
 
 def test_percentiles_of_one_pass_equal_those_of_many() -> None:
-    values = simulated_requests("x", 1)["ttft_ms"].to_numpy()
+    values = simulated_numbers(1)["ttft_ms"]
     rows = {row.stat: row.value for row in distribution("all", "ttft", values)}
     assert list(rows) == list(STATS)
     assert rows["p90"] == pytest.approx(float(pd.Series(values).quantile(0.9)))

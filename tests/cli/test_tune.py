@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from deepinfer_cli.bench import harness
 from deepinfer_cli.bench.recipe import load_recipe
 from deepinfer_cli.tune.choice import choose
 from deepinfer_cli.tune.measure import Measurement, NotMeasurable, Sample, check_load
 from deepinfer_cli.tune.write import with_value, write_value
 from tests.cli.fake_server import serving
 
+COUNTERS_AGE_S = harness.COUNTERS_AGE_S  # as it is outside tests
 Dix = Callable[..., Any]
 
 
@@ -99,8 +101,9 @@ def test_a_foreign_server_cannot_be_tuned(dix: Dix) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_lone_request_waits_as_long_as_simulated(dix: Dix, tmp_path: Path) -> None:
+def test_a_lone_request_waits_as_long_as_simulated(dix: Dix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of the embedded model: about 100 decode steps at interval 100, at most two at 2, and the simulator within 10 %."""
+    monkeypatch.setattr(harness, "COUNTERS_AGE_S", COUNTERS_AGE_S)
     started = dix("start", "tiny", "--name", "tuned", "--dp", "2", "--port", "0", "--json")
     assert started.code == 0, started.err
     url = started.json["url"]
