@@ -61,6 +61,8 @@ def _prefill_interval(
 
     tried = parse_values(values)
     limit_ms = parse_duration(itl_p99, "--itl-p99") * 1e3 if itl_p99 else None
+    if load == NO_LOAD and (limit_ms is not None or objective != "ttft"):
+        raise ConfigError("lone requests alone say nothing about ITL or throughput", hint="leave out --load none")
     if objective not in OBJECTIVES:
         raise ConfigError(f"--objective is {objective!r}", hint=f"one of {', '.join(OBJECTIVES)}")
     recipe = load_recipe("prefill-interval" if load == NO_LOAD else load)

@@ -43,10 +43,19 @@ def simulated_requests(run: str, seed: int, requests: int = 400) -> pd.DataFrame
     index, output = np.arange(requests), numbers["output_tokens"]
     words = {"run": run, "finish_reason": "length", "ok": True, "outcome": "ok", "error_code": "", "error_text": ""}
     more = {
-        "request_id": [f"{i // 4}-{i % 4}" for i in index], "conversation": index // 4, "turn": index % 4,
-        "scheduled_s": numbers["start_s"], "queue_ms": 0.0, "itl_max_ms": numbers["tpot_ms"] * 2, "requested_tokens": output, "chunks": output, "tokens_per_chunk": 1.0,
-        "rank": index % 2, "drafted_tokens": output * 2, "accepted_tokens": output // 2,
-    }  # fmt: skip
+        "request_id": [f"{i // 4}-{i % 4}" for i in index],
+        "conversation": index // 4,
+        "turn": index % 4,
+        "scheduled_s": numbers["start_s"],
+        "queue_ms": 0.0,
+        "itl_max_ms": numbers["tpot_ms"] * 2,
+        "requested_tokens": output,
+        "chunks": output,
+        "tokens_per_chunk": 1.0,
+        "rank": index % 2,
+        "drafted_tokens": output * 2,
+        "accepted_tokens": output // 2,
+    }
     counted = ("prompt_tokens", "cached_tokens", "output_tokens", "rank", "drafted_tokens", "accepted_tokens")
     return pd.DataFrame({**numbers, **more}).assign(**words).astype(dict.fromkeys(counted, "Int64"))
 

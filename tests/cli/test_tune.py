@@ -91,6 +91,10 @@ def test_loads_that_the_simulator_cannot_follow_are_refused() -> None:
         check_load(load_recipe("smoke"))
 
 
+def test_a_limit_needs_a_load_to_measure_it_under(dix: Dix) -> None:
+    assert dix("tune", "prefill-interval", "--url", "http://127.0.0.1:9", "--load", "none", "--itl-p99", "50ms").code == 2
+
+
 def test_a_foreign_server_cannot_be_tuned(dix: Dix) -> None:
     with serving(ours=False) as server:
         ran = dix("tune", "prefill-interval", "--url", server.url)
