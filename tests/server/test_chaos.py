@@ -27,6 +27,7 @@ from tests.server.test_lifecycle import OpenRequest, open_requests, pid_of, wait
 
 KILLED_S = 3.0
 STOPPED_S = 15.0  # the heart-beat's limit and the stacks that are dumped first
+SEEDS = (0, 1, 2, 5, 7)  # these harm a guard twice, the front, and each rank once
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 
 
@@ -98,7 +99,7 @@ def two_rounds(seed: int, stops: bool) -> None:
 @pytest.mark.e2e
 def test_ten_rounds_of_chaos_always_end_in_service() -> None:
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda seed: two_rounds(seed, stops=False), range(5)))
+        list(pool.map(lambda seed: two_rounds(seed, stops=False), SEEDS))
 
 
 @pytest.mark.slow

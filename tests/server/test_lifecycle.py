@@ -18,7 +18,7 @@ import pytest
 
 from server import launcher
 from server.errors import DixError, PortInUse, ServerFailed, ServerUnreachable
-from server.state import ProcessRecord, ServerState, clean_leftovers, host_boot_id, list_servers, read_state, same_process, write_state
+from server.state import ProcessRecord, ServerState, clean_leftovers, host_boot_id, read_state, same_process, write_state
 from tests.server.harness import NAME, FakeServer, alive, eventually, finish, group_pids, start_fake
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "max_tokens": 3000}
@@ -146,18 +146,6 @@ def test_stop_ends_everything_and_a_second_start_works_at_once() -> None:
     finish(again)
 
 
-def test_killed_supervisor_takes_its_children_along_and_leaves_nothing_in_the_way() -> None:
-    server = start_fake(dp=2)
-    try:
-        state = server.current()
-        os.kill(state.supervisor.pid, signal.SIGKILL)
-        eventually(lambda: not [pid for pid in group_pids(state) if alive(pid)], 3.0)
-        assert list_servers(server.base) == []
-        assert server.stop().was_running is False
-    finally:
-        finish(server)
-
-
 def test_helpers_in_a_rank_group_die_with_the_supervisor() -> None:
     server = start_fake()
     try:
@@ -171,20 +159,10 @@ def test_helpers_in_a_rank_group_die_with_the_supervisor() -> None:
 
 
 @pytest.mark.e2e
-def test_killed_front_is_replaced_on_the_same_port(pair: FakeServer) -> None:
-    os.kill(pid_of(pair.current(), "front"), signal.SIGKILL)
-    state = wait_ready(pair, 2)
-    assert state.port == pair.state.port
-    pair.script("back")
-    answer = httpx.post(f"{pair.url}/v1/chat/completions", json={"messages": ASK["messages"]}).json()
-    assert answer["choices"][0]["message"]["reasoning_content"] == "back"
-
-
-@pytest.mark.e2e
 def test_stop_waits_for_running_requests_within_the_grace() -> None:
     server = start_fake()
     try:
-        server.script("one two three four five six seven", delay_s=0.1)
+        server.script("one two three four five six seven", delay_s=0.3)
         result: list[httpx.Response] = []
         body = {"messages": ASK["messages"]}
         worker = threading.Thread(target=lambda: result.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20)))
