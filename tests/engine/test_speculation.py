@@ -168,7 +168,7 @@ def test_coupled_output_equals_plain_output_on_a_thousand_requests():
     assert_same(run(engine, requests, arrive=rng), plain)
     stats = engine.stats()
     assert stats["preemptions_total"] > 20
-    assert 0.1 < stats["spec"]["accepted_tokens_total"] / stats["spec"]["draft_tokens_total"] < 0.95
+    assert 0.03 < stats["spec"]["accepted_tokens_total"] / stats["spec"]["draft_tokens_total"] < 0.95
 
 
 def test_preemption_is_forced_in_the_small_pool():
