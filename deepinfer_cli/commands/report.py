@@ -155,7 +155,9 @@ def write_files(
         export.write_parquet(summaries, parquet)
         written.append(parquet)
     if png is not None:
-        written += export.write_png(summaries, png)
+        from deepinfer_cli.report.png import write_png
+
+        written += write_png(summaries, png)
     return written
 
 

@@ -176,7 +176,7 @@ def timeline(summary: Summary, named: bool) -> Figure:
         return Figure("", "", "", Grid("", [], []), [])
     zero_s = float(requests["start_s"].min())
     end_s = float(requests["end_s"].max()) - zero_s
-    strips = [Strip("requests in flight", _in_flight(requests, zero_s), "steps"), *_rate_strips(summary.timeline, zero_s)]
+    strips = [Strip("requests in flight", in_flight(requests, zero_s), "steps"), *_rate_strips(summary.timeline, zero_s)]
     good = _good(summary, "ttft_ms", also=("start_s", "turn"))
     good = good.iloc[spread(len(good))]
     texts = [f"turn {turn + 1}: {ttft:,.1f} ms" for turn, ttft in zip(good["turn"], good["ttft_ms"], strict=True)]
@@ -190,7 +190,7 @@ def timeline(summary: Summary, named: bool) -> Figure:
     return Figure(title, caption, timeline_chart(title, strips, end_s, marks), _time_grid(requests, zero_s, end_s), [], wide=True)
 
 
-def _in_flight(requests: pd.DataFrame, zero_s: float) -> Series:
+def in_flight(requests: pd.DataFrame, zero_s: float) -> Series:
     """+1 at each start, -1 at each end; of a long run the highest of each short stretch."""
     starts, ends = (requests[name].dropna().to_numpy(dtype=np.float64) - zero_s for name in ("start_s", "end_s"))
     times = np.concatenate([starts, ends])

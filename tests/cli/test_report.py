@@ -219,7 +219,7 @@ def test_png_figures_are_written(dix: Dix, home: Path, tmp_path: Path) -> None:
     make_run(home, "20260101-000000-smoke-aaaaaa", four_requests())
     assert dix("report", "--png", tmp_path / "png").code == 0
     names = {path.name for path in (tmp_path / "png").iterdir()}
-    assert {"ttft.png", "tpot.png", "hit_rate.png"} <= names
+    assert {"ttft.png", "tpot.png", "hit_rate.png", "timeline.png", "frontier.png"} <= names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "png").iterdir())
 
 
