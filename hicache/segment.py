@@ -282,6 +282,8 @@ def read_origin(path: Path) -> str | None:
         return None
     finally:
         os.close(descriptor)
+    if header[: len(MAGIC)] != MAGIC or len(header) < HEADER_BYTES:
+        return None  # somebody's file with such a name
     length = int.from_bytes(header[_ORIGIN_AT : _ORIGIN_AT + 4], "little")
     return header[_ORIGIN_AT + 4 : _ORIGIN_AT + 4 + min(length, MAX_ORIGIN)].decode("utf-8", "replace")
 

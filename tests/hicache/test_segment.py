@@ -77,6 +77,16 @@ def test_torn_header_is_refused_with_a_reason(tmp_path: Path, at: int, data: byt
     assert word in segment.note
 
 
+def test_other_files_are_nobodys_segments(tmp_path: Path) -> None:
+    path = tmp_path / "dix-0-r0"
+    for content in (b"", b"text", b"x" * 2 * HEADER_BYTES):
+        path.write_bytes(content)
+        path.chmod(0o600)
+        assert read_origin(path) is None
+    path.unlink()
+    assert read_origin(path) is None
+
+
 def test_file_cut_short_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     os.truncate(path, 2 * HEADER_BYTES)
