@@ -12,7 +12,9 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -135,7 +137,7 @@ class Served:
                 ttft_s = time.perf_counter() - began_s
             tail = (tail + data)[-2048:]
         writer.close()
-        assert tail.rstrip().endswith(b"data: [DONE]\n\n\r\n0".strip()) or b"[DONE]" in tail, tail
+        assert b"data: [DONE]" in tail, tail
         usage = tail[tail.rindex(b'"completion_tokens":') + 20 :]
         return ttft_s, int(usage[: usage.index(b",")])
 
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server does not stay behind
     with tempfile.TemporaryDirectory(prefix="dxb-", dir="/tmp") as base:
         model = ensure_tiny(Path(base) / "models")
         config = EngineConfig(model=str(model), max_num_seqs=64, num_threads=1, prefill_any_interval=2)
