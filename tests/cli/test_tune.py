@@ -110,8 +110,8 @@ def test_a_lone_request_waits_as_long_as_simulated(dix: Dix, tmp_path: Path, mon
     monkeypatch.setattr(harness, "COUNTERS_AGE_S", COUNTERS_AGE_S)
     started = dix("start", "tiny", "--name", "tuned", "--dp", "2", "--port", "0", "--json")
     assert started.code == 0, started.err
-    url = started.json["url"]
     try:
+        url = json.loads(started.out.splitlines()[-1])["url"]
         command = ["--values", "2,100", "--repeats", "1", "--load", "none", "--html", tmp_path / "tune.html", "--json"]
         ran = dix("tune", "prefill-interval", "--url", url, *command)
         assert ran.code == 0, ran.err
