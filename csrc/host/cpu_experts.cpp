@@ -62,9 +62,10 @@ void experts(const Experts& e, const Model& model, const float* x, int count, Ex
         }
         if (rows == 0) continue;
         for (int i = 0; i < rows; ++i) std::memcpy(gathered + int64_t(i) * hidden, x + int64_t(order[i] / choices) * hidden, hidden * sizeof(float));
-        linear(e.w13, expert, gathered, hidden, both, 2 * inner, rows);
+        const bool shared = expert == e.count;
+        linear(shared ? e.shared_w13 : e.w13, shared ? 0 : expert, gathered, hidden, both, 2 * inner, rows);
         for (int i = 0; i < rows; ++i) activate(both + int64_t(i) * 2 * inner, inner, model.swiglu_limit, weights[order[i]], act + int64_t(i) * inner);
-        linear(e.w2, expert, act, inner, part, hidden, rows);
+        linear(shared ? e.shared_w2 : e.w2, shared ? 0 : expert, act, inner, part, hidden, rows);
         for (int i = 0; i < rows; ++i) std::memcpy(out + int64_t(order[i]) * hidden, part + int64_t(i) * hidden, hidden * sizeof(float));
     }
     for (int r = 0; r < count; ++r) {

@@ -1,8 +1,9 @@
 // Products of rows with packed matrices.
 //
-// Layout: outputs in tiles of 16, tiles in groups of four (the last group may be smaller); a group runs through the inputs in pairs, for
-// each pair its tiles one after the other. A bf16 pair is one 32-bit lane, so that a shift and a mask make two vectors of fp32 weights.
-// An output is the sum over even inputs plus the sum over odd inputs, both in ascending order, for any number of rows.
+// Layout: outputs in tiles of 16, tiles in groups of four (the last group may be smaller); a group runs through the inputs in pieces of a
+// few pairs, for each piece its tiles one after the other. A bf16 pair is one 32-bit lane, so that a shift and a mask make two vectors of
+// fp32 weights; four pairs of fp4 codes are one lane behind sixteen scales. Values and sums are the same in every format: an output is the
+// sum over even inputs plus the sum over odd inputs, both in ascending order, for any number of rows.
 #include <algorithm>
 
 #include "cpu_ops.h"
@@ -19,35 +20,80 @@ constexpr int kRows = 6, kTiles = 2;
 constexpr int kRows = 2, kTiles = 1;
 #endif
 
+// A format reads pair `i` of a tile's piece, and packs a piece of kTile outputs; from[k * kTile + output].
 struct Bf16 {
-    static constexpr int kPair = 64;
-    static void read(const char* from, F16& even, F16& odd) {
-        const U16 both = load<U16>(from);
+    static constexpr int kPairs = 1, kBytes = 64;
+    explicit Bf16(const char* piece) : both(load<U16>(piece)) {}
+    void read(int, F16& even, F16& odd) const {
         even = (F16)(both << 16);
         odd = (F16)(both & 0xFFFF0000u);
     }
-    static void write(char* to, const float* even, const float* odd) {
-        for (int i = 0; i < kTile; ++i) {
-            uint32_t a, b;
-            std::memcpy(&a, even + i, 4);
-            std::memcpy(&b, odd + i, 4);
-            const uint32_t both = (a >> 16) | (b & 0xFFFF0000u);
-            std::memcpy(to + 4 * i, &both, 4);
-        }
+    static void pack(const float* from, char* to) {
+        const U16 even = load<U16>(from), odd = load<U16>(from + kTile);
+        store(reinterpret_cast<float*>(to), (F16)((even >> 16) | (odd & 0xFFFF0000u)));
     }
+    U16 both;
 };
 
 struct Fp32 {
-    static constexpr int kPair = 128;
-    static void read(const char* from, F16& even, F16& odd) {
-        even = load<F16>(from);
-        odd = load<F16>(from + 64);
+    static constexpr int kPairs = 1, kBytes = 128;
+    explicit Fp32(const char* piece) : at(piece) {}
+    void read(int, F16& even, F16& odd) const {
+        even = load<F16>(at);
+        odd = load<F16>(at + 64);
     }
-    static void write(char* to, const float* even, const float* odd) {
-        std::memcpy(to, even, 64);
-        std::memcpy(to + 64, odd, 64);
-    }
+    static void pack(const float* from, char* to) { std::memcpy(to, from, kBytes); }
+    const char* at;
 };
+
+constexpr float kE2m1[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
+
+// The power of two below which `count` values at a stride are E2M1 codes, as a biased exponent; 0 when there is none.
+int e2m1_scale(const float* from, int count, int stride) {
+    float most = 0.0f;
+    for (int i = 0; i < count; ++i) most = std::max(most, std::fabs(from[i * stride]));
+    uint32_t bits;
+    std::memcpy(&bits, &most, 4);
+    // The largest code is 4 or 6.
+    const int exponent = most == 0.0f ? 127 : int(bits >> 23) - 2;
+    if (exponent < 1) return 0;
+    const float scale = std::ldexp(1.0f, exponent - 127);
+    for (int i = 0; i < count; ++i) {
+        const float* found = std::find(kE2m1, kE2m1 + 8, std::fabs(from[i * stride]) / scale);
+        if (found == kE2m1 + 8) return 0;
+    }
+    return exponent;
+}
+
+#if defined(__AVX512F__)
+struct Fp4 {
+    static constexpr int kPairs = 4, kBytes = 80;
+    explicit Fp4(const char* piece)
+        : codes(load<U16>(piece + kTile)), scale((F16)(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)piece)), 23))) {}
+    void read(int i, F16& even, F16& odd) const {
+        const __m512 values = (__m512)load<F16>(kE2m1);
+        const U16 shifted = codes >> (8 * i);
+        even = (F16)_mm512_permutexvar_ps((__m512i)shifted, values) * scale;
+        odd = (F16)_mm512_permutexvar_ps((__m512i)(shifted >> 4), values) * scale;
+    }
+    static void pack(const float* from, char* to) {
+        for (int output = 0; output < kTile; ++output) {
+            const int exponent = e2m1_scale(from + output, 2 * kPairs, kTile);
+            const float scale = std::ldexp(1.0f, exponent - 127);
+            uint32_t lane = 0;
+            for (int k = 0; k < 2 * kPairs; ++k) {
+                const float value = from[k * kTile + output];
+                const uint32_t code = uint32_t(std::find(kE2m1, kE2m1 + 8, std::fabs(value) / scale) - kE2m1);
+                lane |= (code | (std::signbit(value) ? 8u : 0u)) << (4 * k);
+            }
+            to[output] = char(exponent);
+            std::memcpy(to + kTile + 4 * output, &lane, 4);
+        }
+    }
+    U16 codes;
+    F16 scale;
+};
+#endif
 
 void store_part(float* y, F16 value, int count) {
     if (count >= kTile) {
@@ -57,18 +103,22 @@ void store_part(float* y, F16 value, int count) {
     }
 }
 
-// TILES x ROWS outputs. w: this group at the first of the tiles; step: bytes from pair to pair; outputs: how many exist from y on.
+// TILES x ROWS outputs. w: this group at the first of the tiles; step: bytes from piece to piece; outputs: how many exist from y on.
 template <class W, int TILES, int ROWS>
-void product(const char* w, int64_t step, int pairs, const float* x, int64_t ldx, float* y, int64_t ldy, int outputs) {
+void product(const char* w, int64_t step, int pieces, const float* x, int64_t ldx, float* y, int64_t ldy, int outputs) {
     F16 even[ROWS][TILES] = {}, odd[ROWS][TILES] = {};
-    for (int p = 0; p < pairs; ++p) {
-        F16 a[TILES], b[TILES];
-        for (int t = 0; t < TILES; ++t) W::read(w + p * step + t * W::kPair, a[t], b[t]);
-        for (int r = 0; r < ROWS; ++r) {
-            const F16 first = splat<F16>(x[r * ldx + 2 * p]), second = splat<F16>(x[r * ldx + 2 * p + 1]);
-            for (int t = 0; t < TILES; ++t) {
-                even[r][t] = fma(a[t], first, even[r][t]);
-                odd[r][t] = fma(b[t], second, odd[r][t]);
+    for (int p = 0; p < pieces; ++p) {
+        const auto piece = [&](int t) { return W(w + p * step + t * W::kBytes); };
+        for (int i = 0; i < W::kPairs; ++i) {
+            const float* input = x + 2 * (p * W::kPairs + i);
+            F16 a[TILES], b[TILES];
+            for (int t = 0; t < TILES; ++t) piece(t).read(i, a[t], b[t]);
+            for (int r = 0; r < ROWS; ++r) {
+                const F16 first = splat<F16>(input[r * ldx]), second = splat<F16>(input[r * ldx + 1]);
+                for (int t = 0; t < TILES; ++t) {
+                    even[r][t] = fma(a[t], first, even[r][t]);
+                    odd[r][t] = fma(b[t], second, odd[r][t]);
+                }
             }
         }
     }
@@ -80,45 +130,45 @@ void product(const char* w, int64_t step, int pairs, const float* x, int64_t ldx
 }
 
 template <class W, int TILES, int ROWS = kRows>
-void some_rows(int rows, const char* w, int64_t step, int pairs, const float* x, int64_t ldx, float* y, int64_t ldy, int outputs) {
+void some_rows(int rows, const char* w, int64_t step, int pieces, const float* x, int64_t ldx, float* y, int64_t ldy, int outputs) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return product<W, TILES, ROWS>(w, step, pairs, x, ldx, y, ldy, outputs);
-        some_rows<W, TILES, ROWS - 1>(rows, w, step, pairs, x, ldx, y, ldy, outputs);
+        if (rows == ROWS) return product<W, TILES, ROWS>(w, step, pieces, x, ldx, y, ldy, outputs);
+        some_rows<W, TILES, ROWS - 1>(rows, w, step, pieces, x, ldx, y, ldy, outputs);
     }
 }
 
 // One row against a whole group: enough independent sums to hide the latency of an fma.
 template <class W>
-void one_row(int tiles, const char* w, int pairs, const float* x, float* y, int outputs) {
-    const int64_t step = int64_t(tiles) * W::kPair;
+void one_row(int tiles, const char* w, int pieces, const float* x, float* y, int outputs) {
+    const int64_t step = int64_t(tiles) * W::kBytes;
     switch (tiles) {
-        case 1: return product<W, 1, 1>(w, step, pairs, x, 0, y, 0, outputs);
-        case 2: return product<W, 2, 1>(w, step, pairs, x, 0, y, 0, outputs);
-        case 3: return product<W, 3, 1>(w, step, pairs, x, 0, y, 0, outputs);
-        default: return product<W, 4, 1>(w, step, pairs, x, 0, y, 0, outputs);
+        case 1: return product<W, 1, 1>(w, step, pieces, x, 0, y, 0, outputs);
+        case 2: return product<W, 2, 1>(w, step, pieces, x, 0, y, 0, outputs);
+        case 3: return product<W, 3, 1>(w, step, pieces, x, 0, y, 0, outputs);
+        default: return product<W, 4, 1>(w, step, pieces, x, 0, y, 0, outputs);
     }
 }
 
 template <class W>
 void run(const Matrix& m, const char* data, const float* x, int64_t ldx, float* y, int64_t ldy, int count) {
-    const int all = (m.rows + kTile - 1) / kTile, pairs = m.cols / 2;
+    const int all = (m.rows + kTile - 1) / kTile, pieces = m.cols / (2 * W::kPairs);
     for (int tile = 0; tile < all; tile += kGroup) {
         const int tiles = std::min(kGroup, all - tile);
-        const char* w = data + int64_t(tile) * pairs * W::kPair;
+        const char* w = data + int64_t(tile) * pieces * W::kBytes;
         const int outputs = m.rows - tile * kTile;
         if (count == 1) {
-            one_row<W>(tiles, w, pairs, x, y + tile * kTile, outputs);
+            one_row<W>(tiles, w, pieces, x, y + tile * kTile, outputs);
             continue;
         }
-        const int64_t step = int64_t(tiles) * W::kPair;
+        const int64_t step = int64_t(tiles) * W::kBytes;
         for (int r = 0; r < count; r += kRows) {
             const int rows = std::min(kRows, count - r);
             int t = 0;
             for (; t + kTiles <= tiles; t += kTiles) {
-                some_rows<W, kTiles>(rows, w + t * W::kPair, step, pairs, x + r * ldx, ldx, y + r * ldy + (tile + t) * kTile, ldy, outputs - t * kTile);
+                some_rows<W, kTiles>(rows, w + t * W::kBytes, step, pieces, x + r * ldx, ldx, y + r * ldy + (tile + t) * kTile, ldy, outputs - t * kTile);
             }
             for (; t < tiles; ++t) {
-                some_rows<W, 1>(rows, w + t * W::kPair, step, pairs, x + r * ldx, ldx, y + r * ldy + (tile + t) * kTile, ldy, outputs - t * kTile);
+                some_rows<W, 1>(rows, w + t * W::kBytes, step, pieces, x + r * ldx, ldx, y + r * ldy + (tile + t) * kTile, ldy, outputs - t * kTile);
             }
         }
     }
@@ -127,23 +177,32 @@ void run(const Matrix& m, const char* data, const float* x, int64_t ldx, float* 
 template <class W>
 void pack(const float* from, int rows, int cols, char* to) {
     const std::vector<float> nothing(cols);
-    const int all = (rows + kTile - 1) / kTile;
+    const int all = (rows + kTile - 1) / kTile, inputs = 2 * W::kPairs;
+    float piece[2 * W::kPairs * kTile];
     for (int tile = 0; tile < all; tile += kGroup) {
         const int tiles = std::min(kGroup, all - tile);
-        for (int p = 0; p < cols / 2; ++p) {
+        for (int first = 0; first < cols; first += inputs) {
             for (int t = 0; t < tiles; ++t) {
-                float even[kTile], odd[kTile];
                 for (int i = 0; i < kTile; ++i) {
                     const int row = (tile + t) * kTile + i;
-                    const float* pair = (row < rows ? from + int64_t(row) * cols : nothing.data()) + 2 * p;
-                    even[i] = pair[0];
-                    odd[i] = pair[1];
+                    const float* values = (row < rows ? from + int64_t(row) * cols : nothing.data()) + first;
+                    for (int k = 0; k < inputs; ++k) piece[k * kTile + i] = values[k];
                 }
-                W::write(to, even, odd);
-                to += W::kPair;
+                W::pack(piece, to);
+                to += W::kBytes;
             }
         }
     }
+}
+
+// Call `use` with the class of a format.
+template <class Use>
+void with_format(int format, Use use) {
+    if (format == 0) return use.template operator()<Bf16>();
+#if defined(__AVX512F__)
+    if (format == 2) return use.template operator()<Fp4>();
+#endif
+    use.template operator()<Fp32>();
 }
 
 }  // namespace
@@ -152,21 +211,24 @@ void linear(const Matrix& w, const float* x, int64_t ldx, float* y, int64_t ldy,
 
 void linear(const Matrix& first, int index, const float* x, int64_t ldx, float* y, int64_t ldy, int count) {
     const char* data = first.data + index * first.bytes;
-    if (first.format == 0) {
-        run<Bf16>(first, data, x, ldx, y, ldy, count);
-    } else {
-        run<Fp32>(first, data, x, ldx, y, ldy, count);
-    }
+    with_format(first.format, [&]<class W>() { run<W>(first, data, x, ldx, y, ldy, count); });
 }
 
 }  // namespace dix
 
 extern "C" int64_t dix_packed_bytes(int rows, int cols, int format) {
-    return int64_t((rows + 15) / 16) * (cols / 2) * (format == 0 ? 64 : 128);
+    int64_t bytes = 0;
+    dix::with_format(format, [&]<class W>() { bytes = int64_t((rows + dix::kTile - 1) / dix::kTile) * (cols / (2 * W::kPairs)) * W::kBytes; });
+    return bytes;
 }
 
-// Whether every value is exact in bf16.
-extern "C" int dix_exact(const float* from, int64_t count) {
+// The smallest format that holds `count` fp32 values exactly, rows of a multiple of 8: 2 fp4, 0 bf16, 1 fp32.
+extern "C" int dix_format(const float* from, int64_t count) {
+#if defined(__AVX512F__)
+    int64_t i = 0;
+    while (i < count && dix::e2m1_scale(from + i, 8, 1) > 0) i += 8;
+    if (i >= count) return 2;
+#endif
     for (int64_t i = 0; i < count;) {
         uint32_t rest = 0;
         for (const int64_t end = std::min(count, i + 4096); i < end; ++i) {
@@ -174,20 +236,16 @@ extern "C" int dix_exact(const float* from, int64_t count) {
             std::memcpy(&bits, from + i, 4);
             rest |= bits & 0xFFFF;
         }
-        if (rest) return 0;
+        if (rest) return 1;
     }
-    return 1;
+    return 0;
 }
 
-// from: fp32 [count, rows, cols], cols even; for format 0 every value is exact in bf16. to: `count` packed matrices.
+// from: fp32 [count, rows, cols] that `format` holds exactly. to: `count` packed matrices.
 extern "C" void dix_pack(const float* from, int count, int rows, int cols, int format, char* to) {
     for (int i = 0; i < count; ++i) {
         const float* source = from + int64_t(i) * rows * cols;
         char* target = to + i * dix_packed_bytes(rows, cols, format);
-        if (format == 0) {
-            dix::pack<dix::Bf16>(source, rows, cols, target);
-        } else {
-            dix::pack<dix::Fp32>(source, rows, cols, target);
-        }
+        dix::with_format(format, [&]<class W>() { dix::pack<W>(source, rows, cols, target); });
     }
 }

@@ -8,7 +8,7 @@
 
 namespace dix {
 
-// A packed matrix [rows, cols], see cpu_linear.cpp. format: 0 bf16 (its values are exact in bf16), 1 fp32. bytes: of one packed matrix.
+// A packed matrix [rows, cols], see cpu_linear.cpp. format: 0 bf16, 1 fp32, 2 fp4; its values are exact. bytes: of one packed matrix.
 struct Matrix {
     const char* data;
     int64_t bytes;
@@ -28,9 +28,9 @@ struct Attention {
     const float *q_norm, *kv_norm, *sink;
 };
 
-// w13, w2: first of count + 1 matrices, the last is the shared expert.
+// w13, w2: first of `count` matrices.
 struct Experts {
-    Matrix gate, w13, w2;
+    Matrix gate, w13, w2, shared_w13, shared_w2;
     const float* bias;
     int32_t count, chosen;
 };

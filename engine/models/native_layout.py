@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Matrix(Structure):
-    """A packed matrix, or the first of a stack of equal ones. format: 0 bf16, 1 fp32. bytes: of one matrix."""
+    """A packed matrix, or the first of a stack of equal ones. format: 0 bf16, 1 fp32, 2 fp4. bytes: of one matrix."""
 
     _fields_ = (("data", c_void_p), ("bytes", c_int64), *((n, c_int32) for n in ("rows", "cols", "format", "unused")))
 
@@ -25,7 +25,12 @@ class Attention(Structure):
 
 
 class Experts(Structure):
-    _fields_ = (("gate", Matrix), ("w13", Matrix), ("w2", Matrix), ("bias", c_void_p), ("count", c_int32), ("chosen", c_int32))
+    _fields_ = (
+        *((n, Matrix) for n in ("gate", "w13", "w2", "shared_w13", "shared_w2")),
+        ("bias", c_void_p),
+        ("count", c_int32),
+        ("chosen", c_int32),
+    )
 
 
 class Compressor(Structure):
@@ -105,7 +110,7 @@ class Model(Structure):
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
-    "dix_exact": (c_int32, [c_void_p, c_int64]),
+    "dix_format": (c_int32, [c_void_p, c_int64]),
     "dix_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p]),
     "dix_model_bytes": (c_int64, []),
     "dix_layer_bytes": (c_int64, []),

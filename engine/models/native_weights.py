@@ -156,8 +156,10 @@ class NativeWeights:
     def _experts(self, moe: MoE) -> c.Experts:
         return c.Experts(
             gate=self._pack(moe.gate),
-            w13=self._pack(moe.w13),
-            w2=self._pack(moe.w2),
+            w13=self._pack(moe.w13[:-1]),
+            w2=self._pack(moe.w2[:-1]),
+            shared_w13=self._pack(moe.w13[-1]),
+            shared_w2=self._pack(moe.w2[-1]),
             bias=self._floats(moe.bias),
             count=len(moe.gate),
             chosen=moe.num_chosen,
@@ -220,7 +222,7 @@ class NativeWeights:
         """weights: fp32 [rows, cols], or a stack [N, rows, cols] of which the result describes the first."""
         stack = weights.reshape(-1, *weights.shape[-2:]).contiguous()
         count, rows, cols = stack.shape
-        form = 0 if self._library.dix_exact(stack.data_ptr(), stack.numel()) else 1
+        form = self._library.dix_format(stack.data_ptr(), stack.numel())
         size = self._library.dix_packed_bytes(rows, cols, form)
         packed = torch.empty(count, size, dtype=torch.uint8)
         self._library.dix_pack(stack.data_ptr(), count, rows, cols, form, packed.data_ptr())

@@ -1,6 +1,7 @@
 """The compiled CPU step against the eager path, and its independence of batch and chunks."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csrc.loader import BuildError
+from engine import native_start
 from engine.batch import Batch, LogitRows, StepKind
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.models.draft import DraftSlice
 from engine.models.numerics import Numerics
+from engine.native_library import default_build_dir, instruction_level, load_library
 from tests.models.golden import PROMPTS, Seq, decode, golden_runner, prefill
-from tests.models.tiny_configs import small_config
+from tests.models.tiny_configs import GOLDEN, small_config
 
 EXACT = 1e-4
 KEEP = 24
@@ -203,10 +206,6 @@ def test_failing_build_in_the_background_leaves_the_eager_path(monkeypatch, tmp_
 
 
 def test_steps_run_eagerly_until_the_build_is_done(monkeypatch):
-    import threading
-
-    from engine import native_start
-
     gate, load = threading.Event(), native_start.load_library
 
     def slow(build_dir):
@@ -215,7 +214,7 @@ def test_steps_run_eagerly_until_the_build_is_done(monkeypatch):
 
     monkeypatch.setattr("engine.native_start.is_built", lambda build_dir: False)
     monkeypatch.setattr("engine.native_start.load_library", slow)
-    config = EngineConfig(model=str(golden_model()), block_size=16, num_blocks=200, max_num_seqs=6)
+    config = EngineConfig(model=str(GOLDEN / "tiny-a-bf16"), block_size=16, num_blocks=200, max_num_seqs=6)
     runner = ModelRunner(config)
     seq = Seq(runner, PROMPTS[2], 1)
     assert runner.native.model is None
@@ -226,7 +225,11 @@ def test_steps_run_eagerly_until_the_build_is_done(monkeypatch):
     assert (prefill(seq, [61]) - before).abs().max() <= EXACT
 
 
-def golden_model():
-    from tests.models.tiny_configs import GOLDEN
-
-    return GOLDEN / "tiny-a-bf16"
+def test_weights_are_packed_in_the_smallest_exact_format():
+    library = load_library(default_build_dir())
+    fp4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, -4.0, 6.0]).repeat(32, 4) * 2.0 ** torch.arange(-20, 12)[:, None]
+    formats = [library.dix_format(w.contiguous().data_ptr(), w.numel()) for w in (fp4, fp4 + 2.0**-23, fp4 * 1.25, torch.zeros(8))]
+    # The narrowest format needs a vector unit that not every machine has.
+    narrow = 2 if instruction_level() == "x86-64-v4" else 0
+    assert formats == [narrow, 1, 0, narrow]
+    assert library.dix_packed_bytes(32, 32, 0) == 2 * 32 * 32
