@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ async def say(page: Page, text: str) -> None:
 
 def keep(name: str) -> Path:
     """Where pictures go: a directory named by the environment, for looking at them, else nowhere lasting."""
-    return Path(os.environ.get("SCREENSHOT_DIR", "/dev/shm")) / f"dix-page-{name}.png"
+    return Path(os.environ.get("SCREENSHOT_DIR", tempfile.gettempdir())) / f"dix-page-{name}.png"
 
 
 async def test_answer_streams_with_live_figures_and_thinking_apart(page: Page) -> None:
