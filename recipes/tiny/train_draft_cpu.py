@@ -1,6 +1,6 @@
 """Train the draft stages on one CPU core, without a GPU: taps from the serving engine, the true next token as the target.
 
-`python -m recipes.tiny.train_draft_cpu SECONDS --checkpoint DIR --resume DIR --out DIR`: the backbone is the exported checkpoint; the stages
+`python -m recipes.tiny.train_draft_cpu SECONDS --checkpoint DIR --resume DIR --out DIR`: the backbone is the exported one; the stages
 start from the weights in `--resume`, which also fill the rest of `--out`. A free core with bf16 matrix units makes about one step a second.
 """
 
