@@ -16,7 +16,7 @@ _HEX_DIGITS = {"x": 2, "u": 4}
 # One character of a string with length limits, as the library prints its rule, and without those that JSON escapes. An alternative for
 # escapes would make every repetition of the rule slow.
 _PRINTED = r"(([^\"\\\r\n]))"
-_MENDED = r'(([^\"\\\0-\x1f]))'
+_MENDED = r"(([^\"\\\0-\x1f]))"
 _CHARACTER_RULE = re.compile(r"^(\S*characters(?:_\d+)* ::= )" + re.escape(_PRINTED) + "$", re.MULTILINE)
 
 
