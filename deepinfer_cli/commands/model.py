@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepinfer_cli.commands.serve import SERVER_DEFAULTS
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
@@ -160,12 +161,35 @@ def _verify(
     return ExitCode.OK if report.passed else ExitCode.NO
 
 
+def _eval(
+    call: Invocation, model: Annotated[str | None, typer.Argument(metavar="MODEL", help="tiny, or a copy of it trained anew.")] = None
+) -> int:
+    """Score the embedded model on prompts that its training never saw.
+
+      dix model eval tiny
+      dix model eval ./tiny --json
+
+    Greedy, through the serving engine. The controls ask the same questions behind another conversation: only a model that
+    does not read its context scores there. Exit code 1 when a score is below its floor.
+    Next: dix chat tiny
+    """
+    from deepinfer_cli import scoring
+    from deepinfer_cli.models import resolve_model
+
+    directory, name = resolve_model(call, model)
+    evaluation = scoring.score(call, directory)
+    scoring.show(call, name, evaluation)
+    return ExitCode.OK if evaluation.passed else ExitCode.NO
+
+
 make_tiny = command(_make_tiny)
 info = command(_info)
 verify = command(_verify)
+evaluate = command(_eval, sections=("engine",), defaults=SERVER_DEFAULTS, leave_out=("engine.model", "engine.dp"))
 HERE = "deepinfer_cli.commands.model"
 TABLE = {
     "make-tiny": Lazy(f"{HERE}:make_tiny", "Write the embedded model as a checkpoint."),
     "info": Lazy(f"{HERE}:info", "Show what a model directory holds."),
+    "eval": Lazy(f"{HERE}:evaluate", "Score the embedded model on held-out prompts."),
     "verify": Lazy(f"{HERE}:verify", "Check the engine against reference logits."),
 }

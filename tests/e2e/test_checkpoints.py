@@ -29,7 +29,8 @@ def broken_copy(tiny_dir: Path, tmp_path: Path) -> Path:
 def test_verify_passes_on_the_golden_directory(dix: Dix, mode: str) -> None:
     report = dix.json("model", "verify", str(GOLDEN), "--mode", mode)
     assert report["passed"] is True
-    assert report["prompts"]
+    assert {(run["chunk_size"], run["together"]) for run in report["runs"]} == {(c, t) for c in (0, 16, 64) for t in (False, True)}
+    assert all(len(run["prompts"]) == 4 for run in report["runs"])
 
 
 def test_verify_fails_when_the_vectors_differ(dix: Dix, tmp_path: Path) -> None:
