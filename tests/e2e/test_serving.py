@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -12,6 +13,7 @@ from tests.e2e.conftest import Server, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PAGE, KEEP = 128, 140
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,15 @@ def test_streamed_chat_gives_the_message_of_the_whole_answer_and_the_same_usage(
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     usage = chunks[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"), [("What is the capital of France?", "The capital of France is Paris."), ("What is 23 + 45?", "23 + 45 = 68.")]
+)
+def test_the_answers_that_the_readme_shows(client: openai.OpenAI, question: str, answer: str) -> None:
+    done = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": question}], temperature=0, max_tokens=64)
+    assert done.choices[0].message.content == answer
+    assert answer in README.read_text(encoding="utf-8")
 
 
 def test_later_turns_report_the_cached_tokens_that_the_rule_predicts(client: openai.OpenAI) -> None:
