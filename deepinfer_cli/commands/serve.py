@@ -67,7 +67,7 @@ def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
     """Serve a model in the foreground until Ctrl-C.
 
       dix serve                          the embedded model, no download
-      dix serve ~/models/v41 --dp 8      a checkpoint on eight ranks
+      dix serve ~/models/v41             a checkpoint directory
       dix serve tiny --dp 2 --port 8901
 
     Next: dix chat, dix check-cache, dix bench run smoke
