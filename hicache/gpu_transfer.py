@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,37 +20,10 @@ from hicache.native import check_status
 from hicache.transfer import Transfer
 
 KERNEL_BLOCKS = 8  # enough to fill PCIe 5; more than 16 slow the model's own kernels
-VECTOR_BYTES = 16
-_RING_PAIRS, _RING_SLOTS = 4096, 32
 _MERGE_LIMIT = 2**30
 _BOUNCE_ROWS = 256
 PROBE_PAGES = (1, 16, 256)
 _PROBE_ROUNDS = 3
-
-
-class IndexRing:
-    """Pinned buffers for the row pairs of launches. A buffer is written again only after the launch that read it has completed."""
-
-    def __init__(self, slots: int = _RING_SLOTS, pairs: int = _RING_PAIRS) -> None:
-        self.capacity = pairs
-        self._buffers = torch.empty(slots, pairs, 2, dtype=torch.int32, pin_memory=True)
-        self._events: list[torch.cuda.Event | None] = [None] * slots
-        self._next = 0
-
-    def fill(self, first: Sequence[int], second: Sequence[int]) -> tuple[int, Tensor]:
-        """Write pairs into the next buffer. Returns its slot, for `guard`, and the pairs [n, 2] int32."""
-        slot = self._next
-        self._next = (slot + 1) % len(self._events)
-        event = self._events[slot]
-        if event is not None:
-            event.synchronize()  # only when a full ring of launches is still queued
-        pairs = self._buffers[slot, : len(first)]
-        pairs.copy_(torch.tensor([first, second], dtype=torch.int32).T)
-        return slot, pairs
-
-    def guard(self, slot: int) -> None:
-        """The launch that reads the slot is enqueued."""
-        self._events[slot] = torch.cuda.current_stream().record_event()
 
 
 class KernelTransfer:
@@ -63,31 +37,36 @@ class KernelTransfer:
     def __init__(self, arena: HostArena, library: ctypes.CDLL, host_pointer: int, num_blocks: int = KERNEL_BLOCKS) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._launch = bind(
-            library, "dix_page_copy", [pointer, pointer, pointer, ctypes.c_int, number, number, number, ctypes.c_int, pointer]
+            library, "dix_page_copy", [pointer, pointer, pointer, pointer, ctypes.c_int, number, number, number, ctypes.c_int, pointer]
         )
         self._library, self._arena, self._host, self._num_blocks = library, arena, host_pointer, num_blocks
-        self._ring = IndexRing()
 
     def copy_in(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> None:
-        for begin in range(0, len(frames), self._ring.capacity):
-            part = slice(begin, begin + self._ring.capacity)
-            self._copy(self._host, self._arena.frame_bytes, frames[part], device.data_ptr(), device.stride(0), rows[part], device.shape[1])
+        self._copy(self._host, self._arena.frame_bytes, frames, device.data_ptr(), device.stride(0), rows, device.shape[1])
 
     def copy_out(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
-        for begin in range(0, len(frames), self._ring.capacity):
-            part = slice(begin, begin + self._ring.capacity)
-            self._copy(device.data_ptr(), device.stride(0), rows[part], self._host, self._arena.frame_bytes, frames[part], device.shape[1])
+        self._copy(device.data_ptr(), device.stride(0), rows, self._host, self._arena.frame_bytes, frames, device.shape[1])
 
     def _copy(
         self, source: int, source_stride: int, first: Sequence[int], target: int, target_stride: int, second: Sequence[int], row_bytes: int
     ) -> None:
-        slot, pairs = self._ring.fill(first, second)
+        assert len(first) == len(second), f"{len(first)} rows for {len(second)} places"
+        # Launches copy the row numbers, so these arrays need to live no longer than the call. A tensor would take 20 x as long to make.
+        here, there = array("i", first), array("i", second)
         stream = torch.cuda.current_stream().cuda_stream
         status = self._launch(
-            source, target, pairs.data_ptr(), len(first), source_stride, target_stride, row_bytes, self._num_blocks, stream
+            source,
+            target,
+            here.buffer_info()[0],
+            there.buffer_info()[0],
+            len(here),
+            source_stride,
+            target_stride,
+            row_bytes,
+            self._num_blocks,
+            stream,
         )
         check_status(self._library, status, "page copy")
-        self._ring.guard(slot)
 
 
 class BatchTransfer:

@@ -1,20 +1,23 @@
-// Gather or scatter of equal rows between device memory and mapped host memory, in one launch.
+// Gather or scatter of equal rows between device memory and mapped host memory.
 //
-// Row pairs[i].x of `source` goes to row pairs[i].y of `target`. Either side may be host memory: the threads read or write it over
-// the bus. All rows form one flat range of 16-byte vectors, so that the same number of loads is in flight for rows of any size:
+// Row first[i] of `source` goes to row second[i] of `target`. Either side may be host memory: the threads read or write it over the
+// bus. All rows form one flat range of 16-byte vectors, so that the same number of loads is in flight for rows of any size:
 // 8 thread blocks keep 512 KiB under way, which covers the latency of PCIe 5, and leave the other multiprocessors to the model.
+// The row numbers travel as a kernel argument, which the launch copies: no buffer of theirs can be overwritten while it is in use.
 //
-// source, target: 16-byte aligned, strides and row_bytes multiples of 16. pairs: device-readable, valid until the launch completes.
-// Rows of one launch are distinct on the target side. count == 0 launches nothing. Returns a cudaError_t.
+// source, target: 16-byte aligned, strides and row_bytes multiples of 16. first, second: host memory, free again on return.
+// Rows of one call are distinct on the target side. count == 0 launches nothing. Returns a cudaError_t.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kUnroll = 4;
-constexpr int kTile = 2048;  // pairs kept in shared memory: 16 KiB
+constexpr int kFewRows = 128;    // 1 KiB of argument: what a decode step stores, launched fastest
+constexpr int kManyRows = 4064;  // 32 KiB of argument, the most that a launch takes
 
 __device__ __forceinline__ uint4 load_once(const uint4* address) {
     uint4 value;
@@ -31,45 +34,68 @@ __device__ __forceinline__ void store_once(uint4* address, uint4 value) {
                  : "memory");
 }
 
-__global__ void __launch_bounds__(kThreads) page_copy(const char* source, char* target, const int2* pairs, int count, int64_t source_stride,
-                                                      int64_t target_stride, unsigned row_vectors) {
-    __shared__ int2 tile[kTile];
-    for (int first = 0; first < count; first += kTile) {
-        const int rows = min(kTile, count - first);
-        __syncthreads();  // the previous tile is still being read
-        for (int i = threadIdx.x; i < rows; i += kThreads) tile[i] = pairs[first + i];
-        __syncthreads();
-        const unsigned total = rows * row_vectors;
-        for (unsigned begin = blockIdx.x * kThreads * kUnroll + threadIdx.x; begin < total; begin += gridDim.x * kThreads * kUnroll) {
-            uint4 values[kUnroll];
-            uint4* places[kUnroll];
+template <int kRows>
+struct Rows {
+    int2 at[kRows];  // source row, target row
+};
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) page_copy(const char* source, char* target, int64_t source_stride, int64_t target_stride,
+                                                      unsigned row_vectors, int count, const __grid_constant__ Rows<kRows> rows) {
+    const unsigned total = count * row_vectors;
+    for (unsigned begin = blockIdx.x * kThreads * kUnroll + threadIdx.x; begin < total; begin += gridDim.x * kThreads * kUnroll) {
+        uint4 values[kUnroll];
+        uint4* places[kUnroll];
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                const unsigned vector = begin + u * kThreads;
-                if (vector >= total) break;
-                const unsigned row = vector / row_vectors, offset = vector - row * row_vectors;
-                values[u] = load_once(reinterpret_cast<const uint4*>(source + tile[row].x * source_stride) + offset);
-                places[u] = reinterpret_cast<uint4*>(target + tile[row].y * target_stride) + offset;
-            }
+        for (int u = 0; u < kUnroll; ++u) {
+            const unsigned vector = begin + u * kThreads;
+            if (vector >= total) break;
+            const unsigned row = vector / row_vectors, offset = vector - row * row_vectors;
+            const int2 pair = rows.at[row];
+            values[u] = load_once(reinterpret_cast<const uint4*>(source + pair.x * source_stride) + offset);
+            places[u] = reinterpret_cast<uint4*>(target + pair.y * target_stride) + offset;
+        }
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) {
-                if (begin + u * kThreads >= total) break;
-                store_once(places[u], values[u]);
-            }
+        for (int u = 0; u < kUnroll; ++u) {
+            if (begin + u * kThreads >= total) break;
+            store_once(places[u], values[u]);
         }
     }
 }
 
+struct Call {
+    const char* source;
+    char* target;
+    int64_t source_stride, target_stride;
+    unsigned row_vectors;
+    int num_blocks;
+    cudaStream_t stream;
+};
+
+template <int kRows>
+cudaError_t launch(const Call& call, const int* first, const int* second, int count) {
+    Rows<kRows> rows;
+    for (int i = 0; i < count; ++i) rows.at[i] = make_int2(first[i], second[i]);
+    page_copy<kRows><<<call.num_blocks, kThreads, 0, call.stream>>>(call.source, call.target, call.source_stride, call.target_stride, call.row_vectors,
+                                                                    count, rows);
+    return cudaGetLastError();
+}
+
 }  // namespace
 
-extern "C" int dix_page_copy(const void* source, void* target, const void* pairs, int count, int64_t source_stride, int64_t target_stride,
-                             int64_t row_bytes, int num_blocks, void* stream) {
+extern "C" int dix_page_copy(const void* source, void* target, const int* first, const int* second, int count, int64_t source_stride,
+                             int64_t target_stride, int64_t row_bytes, int num_blocks, void* stream) {
     if (count == 0) return cudaSuccess;
     const auto unaligned = reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target) | source_stride | target_stride | row_bytes;
-    // The flat vector number of a tile has to fit 32 bits.
-    if (count < 0 || num_blocks < 1 || row_bytes <= 0 || unaligned % 16 != 0 || row_bytes / 16 > UINT32_MAX / kTile / 2) return cudaErrorInvalidValue;
-    page_copy<<<num_blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const char*>(source), static_cast<char*>(target), static_cast<const int2*>(pairs), count, source_stride, target_stride,
-        static_cast<unsigned>(row_bytes / 16));
-    return cudaGetLastError();
+    // The flat vector number of a launch has to fit 32 bits.
+    if (count < 0 || num_blocks < 1 || row_bytes <= 0 || unaligned % 16 != 0 || row_bytes / 16 > UINT32_MAX / kManyRows / 2) return cudaErrorInvalidValue;
+    const Call call{static_cast<const char*>(source), static_cast<char*>(target),        source_stride, target_stride,
+                    static_cast<unsigned>(row_bytes / 16), num_blocks, static_cast<cudaStream_t>(stream)};
+    for (int done = 0; done < count;) {
+        const int rest = count - done, now = std::min(rest, kManyRows);
+        const auto status = now <= kFewRows ? launch<kFewRows>(call, first + done, second + done, now) : launch<kManyRows>(call, first + done, second + done, now);
+        if (status != cudaSuccess) return status;
+        done += now;
+    }
+    return cudaSuccess;
 }

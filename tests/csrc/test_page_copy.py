@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hicache.audit import DeviceAudit
-from hicache.gpu_transfer import BatchTransfer, BounceTransfer, IndexRing, KernelTransfer, ProbedTransfer, probe
+from hicache.gpu_transfer import BatchTransfer, BounceTransfer, KernelTransfer, ProbedTransfer, probe
 from hicache.host_pool import HostArena, frame_bytes_for
 from hicache.native import build_library
 from hicache.pinning import PinnedArena, pin
@@ -97,7 +97,7 @@ def test_copies_are_in_order_with_the_streams_other_work(machine: Machine) -> No
         assert set(machine.arena.rows[5, :PAGE_BYTES].tolist()) == {1}
 
 
-def test_ring_of_index_lists_never_overwrites_a_list_in_flight(machine: Machine) -> None:
+def test_row_numbers_of_a_call_are_its_own_while_many_calls_are_queued(machine: Machine) -> None:
     engine = machine.engines["kernel"]
     original = machine.device.clone()
     torch.cuda._sleep(50_000_000)
@@ -107,15 +107,14 @@ def test_ring_of_index_lists_never_overwrites_a_list_in_flight(machine: Machine)
     assert machine.arena.rows[:, :PAGE_BYTES].flip(0)[:200].equal(original[:200].cpu())
 
 
-def test_index_list_longer_than_the_ring_is_split(machine: Machine) -> None:
-    engine = machine.engines["kernel"]
-    assert isinstance(engine, KernelTransfer)
-    engine._ring = IndexRing(slots=2, pairs=100)
-    rows = list(range(NUM_PAGES))
-    engine.copy_out(machine.device, rows, rows)
+@pytest.mark.parametrize("count", [128, 129, 4064, 4065, 9000])
+def test_call_of_more_rows_than_one_launch_takes_is_split(build_dir: Path, count: int) -> None:
+    many = Machine(256, build_dir, num_pages=count)
+    rows, frames = random.Random(1).sample(range(count), count), list(range(count))
+    many.engines["kernel"].copy_out(many.device, rows, frames)
     torch.cuda.synchronize()
-    assert machine.arena.rows[:, :PAGE_BYTES].equal(machine.device.cpu())
-    engine._ring = IndexRing()
+    assert many.arena.rows[:, :256].equal(many.device.cpu()[rows])
+    many.pinned.close()
 
 
 def test_device_checksums_notice_one_flipped_bit(machine: Machine) -> None:
