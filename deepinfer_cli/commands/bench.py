@@ -176,5 +176,7 @@ TABLE = {
     "run": Lazy("deepinfer_cli.commands.bench:run", "Run a recipe against a server and keep the run."),
     "sweep": Lazy("deepinfer_cli.commands.bench:sweep", "Run a recipe once per combination of values, alternating."),
     "engine": Lazy("deepinfer_cli.commands.bench_engine:engine", "Measure prefill and decode of the engine without a server."),
+    "kernels": Lazy("deepinfer_cli.commands.bench_ops:kernels", "Measure single operations against this machine's ceilings."),
+    "layers": Lazy("deepinfer_cli.commands.bench_ops:layers", "Measure whole layers of the released shapes against their byte floor."),
     "list": Lazy("deepinfer_cli.commands.bench:list_", "List the recipes."),
 }
