@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import MachineError
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor_group import TensorGroup
 
 
 class GroupError(MachineError):
@@ -25,6 +28,9 @@ class Group(Protocol):
             GroupError: a peer is gone or did not answer in time.
         """
 
+    def split(self, size: int, device: str) -> TensorGroup:
+        """Collectives on tensors of `device` among `size` consecutive ranks, this one included. All ranks call it together."""
+
     def close(self) -> None: ...
 
 
@@ -36,6 +42,12 @@ class SoloGroup:
 
     def max(self, values: list[int]) -> list[int]:
         return values
+
+    def split(self, size: int, device: str) -> TensorGroup:
+        from engine.parallel.tensor_group import SoloTensors
+
+        assert size == 1, f"a group of one has no {size} ranks"
+        return SoloTensors()
 
     def close(self) -> None:
         return None
@@ -94,6 +106,11 @@ class GlooGroup:
                 hint=f"a rank died or did not answer for {self.timeout_s:g} s; see the other ranks' logs, then restart the group",
             ) from error
         return packed.tolist()
+
+    def split(self, size: int, device: str) -> TensorGroup:
+        from engine.parallel.tensor_group import split_group
+
+        return split_group(self.rank, self.size, size, device, self.timeout_s)
 
     def close(self) -> None:
         """Leave the group. Calling it twice is harmless."""

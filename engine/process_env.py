@@ -42,6 +42,10 @@ def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback
         "GOMP_SPINCOUNT": "0",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",  # its thread pool does not survive a fork and competes with the model
+        # NVLink multicast gains little at the sizes of a decode step, and a failed multicast team can take the host's GPUs out of service.
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
     }
     if loopback:
         # Otherwise gloo resolves the host name, which fails or leaves the machine in many containers.

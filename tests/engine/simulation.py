@@ -12,6 +12,7 @@ from engine.distributed import Group, SoloGroup
 from engine.prefill_gate import PrefillGate
 from engine.request import Output, Request, SamplingParams, Sequence
 from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
+from tests.parallel.thread_tensors import ThreadTensors
 
 EOS = 1
 
@@ -169,11 +170,13 @@ class RecordingCache(NoPrefixCache):
 class ThreadGroup:
     """One rank's end of an all-reduce between threads of this process."""
 
-    def __init__(self, rank: int, size: int, meeting: threading.Barrier, board: list[list[int]]) -> None:
+    def __init__(self, rank: int, size: int, meeting: threading.Barrier, board: list[list[int]], parts: dict[Any, Any]) -> None:
+        """parts: what `split` has made so far, common to all ranks."""
         self.rank = rank
         self.size = size
         self._meeting = meeting
         self._board = board
+        self._parts = parts
 
     def max(self, values: list[int]) -> list[int]:
         self._board[self.rank] = values
@@ -181,6 +184,11 @@ class ThreadGroup:
         result = [max(column) for column in zip(*self._board, strict=True)]
         self._meeting.wait(timeout=20)
         return result
+
+    def split(self, size: int, device: str) -> ThreadTensors:
+        first = self.rank - self.rank % size
+        part = self._parts.setdefault((size, first), (threading.Barrier(size), [None] * size))
+        return ThreadTensors(self.rank - first, size, *part)
 
     def close(self) -> None:
         return None
@@ -192,15 +200,18 @@ def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
     board: list[list[int]] = [[] for _ in range(size)]
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
+    parts: dict[Any, Any] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = rank_main(ThreadGroup(rank, size, meeting, board))
+            results[rank] = rank_main(ThreadGroup(rank, size, meeting, board, parts))
         except threading.BrokenBarrierError as error:
             failures.append(error)
         except BaseException as error:
             failures.insert(0, error)
             meeting.abort()
+            for barrier, _ in parts.values():
+                barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
