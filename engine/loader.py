@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.models.checkpoint_writer import write_checkpoint
 from engine.models.config import ModelConfig
-from engine.models.inventory import Parameter, Storage, StoredTensor, parameters, stored_inventory, stored_tensors
-from engine.models.random_weights import random_tensor, random_tensors
+from engine.models.inventory import BLOCK, Parameter, Storage, StoredTensor, parameters, stored_inventory, stored_tensors
+from engine.models.random_weights import random_rows, random_tensor, random_tensors
 from engine.ops.weight_formats import (
     decode_fp4_rows,
     decode_fp8_blocks,
@@ -58,8 +58,11 @@ class WeightSource(Protocol):
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """The parameter `name` at its logical shape, decoded to `dtype`."""
 
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The parameter as stored: packed values and their scale bytes (uint8), or float values and None."""
+
     def table(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """A table as stored: e4m3 rows and their scales, or float rows and None. May be memory-mapped."""
+        """A table as stored, which stays on the host: e4m3 rows and their scales, or float rows and None. May be memory-mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +87,15 @@ class Checkpoint:
         self._on_progress = on_progress
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        parameter = self._take(name)
-        values, *scale = (self._read(t.name) for t in stored_tensors(parameter, self._quantized))
-        if not scale:
-            return values.to(dtype)
-        decode = {Storage.FP8: decode_fp8_blocks, Storage.FP4: decode_fp4_rows, Storage.TABLE: decode_table_rows}
-        return decode[parameter.storage](values, scale[0].view(torch.uint8), dtype)
+        values, scale = self.stored(name)
+        return values.to(dtype) if scale is None else _DECODE[self._parameters[name].storage](values, scale, dtype)
 
-    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
         values, *scale = (self._read(t.name) for t in stored_tensors(self._take(name), self._quantized))
         return values, scale[0].view(torch.uint8) if scale else None
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self.stored(name)
 
     def _take(self, name: str) -> Parameter:
         assert name in self.unread, f"{name} is unknown or was read before"
@@ -110,23 +112,53 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """A `WeightSource` without files. The values depend on the seed and the parameter's name."""
+    """A `WeightSource` without files, drawn on the device. The values depend on the seed, the parameter's name and the kind of device."""
 
-    def __init__(self, config: ModelConfig, seed: int, on_progress: Progress | None = None) -> None:
+    def __init__(self, config: ModelConfig, seed: int, on_progress: Progress | None = None, device: str = "cpu") -> None:
         self._parameters = {p.name: p for p in parameters(config) if not p.vision}
+        self._quantized = config.quantized
         self.unread = set(self._parameters)
-        self._seed = seed
+        self._seed, self._device = seed, device
         self._on_progress = on_progress
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        values, scale = self.stored(name)
+        return values.to(dtype) if scale is None else _DECODE[self._parameters[name].storage](values, scale, dtype)
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
+        parameter = self._take(name)
+        values = random_tensor(parameter, self._seed, self._device)
+        encode = _ENCODE.get(parameter.storage) if self._quantized else None
+        if encode is None:
+            return values.to(torch.float32 if parameter.storage is Storage.F32 else torch.bfloat16), None
+        return encode(values)
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        parameter = self._take(name)
+        (rows, width), pinned = parameter.shape, self._device == "cuda"
+        kind = torch.float8_e4m3fn if self._quantized else torch.bfloat16
+        values = torch.empty(rows, width, dtype=kind, pin_memory=pinned)
+        scale = torch.empty(rows, width // BLOCK, dtype=torch.uint8, pin_memory=pinned) if self._quantized else None
+        begin = 0
+        # Drawn in pieces: the whole table in fp32 would be four times its stored size.
+        for piece in random_rows(parameter, self._seed, self._device):
+            part = slice(begin, begin := begin + len(piece))
+            if scale is None:
+                values[part] = piece.to(kind)
+            else:
+                values[part], scale[part] = encode_table_rows(piece)
+        return values, scale
+
+    def _take(self, name: str) -> Parameter:
         assert name in self.unread, f"{name} is unknown or was read before"
         self.unread.remove(name)
         if self._on_progress is not None:
             self._on_progress("weights", 1 - len(self.unread) / len(self._parameters))
-        return random_tensor(self._parameters[name], self._seed).to(dtype)
+        return self._parameters[name]
 
-    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self.tensor(name, torch.bfloat16), None
+
+_DECODE = {Storage.FP8: decode_fp8_blocks, Storage.FP4: decode_fp4_rows, Storage.TABLE: decode_table_rows}
+_ENCODE = {Storage.FP8: encode_fp8_blocks, Storage.FP4: encode_fp4_rows, Storage.TABLE: encode_table_rows}
 
 
 def open_checkpoint(model_dir: Path, config: ModelConfig, on_progress: Progress | None = None) -> Checkpoint:

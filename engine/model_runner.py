@@ -135,7 +135,7 @@ def _load(
 ) -> tuple[DeepseekV41, DraftModel | None, list[int]]:
     text = model.text
     dummy = config.load_format == "dummy"
-    source = RandomWeights(model, config.seed, on_progress) if dummy else open_checkpoint(path, model, on_progress)
+    source = RandomWeights(model, config.seed, on_progress, device) if dummy else open_checkpoint(path, model, on_progress)
     mapping = _token_map(path, model, dummy)
     pad = mapping[text.engram_pad_token_id] if text.engram_layer_ids else 0
     placed = _OnDevice(source, device)
@@ -153,6 +153,10 @@ class _OnDevice:
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._source.tensor(name, dtype).to(self._device)
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
+        values, scale = self._source.stored(name)
+        return values.to(self._device), None if scale is None else scale.to(self._device)
 
     def table(self, name: str) -> tuple[Tensor, Tensor | None]:
         return self._source.table(name)

@@ -56,7 +56,8 @@ def new_event() -> Any:
 
 def time_side_by_side(contenders: Mapping[str, Sequence[Call]], device: str) -> dict[str, Times]:
     """Times of every contender; their samples alternate. Each contender's calls are cycled through within a sample."""
-    made: dict[str, _Sampler] = {name: (_GpuSampler if device == "cuda" else _CpuSampler)(calls) for name, calls in contenders.items()}
+    make: Callable[[Sequence[Call]], _Sampler] = _GpuSampler if device == "cuda" else _CpuSampler
+    made = {name: make(calls) for name, calls in contenders.items()}
     slowest = max(sampler.estimate_us for sampler in made.values())
     num = CPU_SAMPLES if device == "cpu" else NUM_LONG_SAMPLES if slowest > LONG_US else NUM_SAMPLES
     for _ in range(num):
@@ -77,7 +78,8 @@ class _CpuSampler:
     """A loop between two readings of the clock."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self.captured, self._samples = None, list[float]()
+        self.captured: bool | None = None
+        self._samples: list[float] = []
         calls[0]()
         began = time.perf_counter()
         calls[-1]()
@@ -97,9 +99,11 @@ class _CpuSampler:
 class _GpuSampler:
     """A graph of many calls between two events. A contender that cannot be captured is timed as it is."""
 
+    captured: bool | None
+
     def __init__(self, calls: Sequence[Call]) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._events = list[tuple[Any, Any]]()
+        self._events: list[tuple[Any, Any]] = []
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for call in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,11 +17,23 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     return {p.name: random_tensor(p, seed) for p in parameters(config) if not p.vision}
 
 
-def random_tensor(parameter: Parameter, seed: int) -> Tensor:
-    """One parameter, fp32. The stream depends on name and seed only, so loading order does not matter."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(parameter.name.encode()))
+def random_tensor(parameter: Parameter, seed: int, device: str = "cpu") -> Tensor:
+    """One parameter, fp32. The stream depends on name, seed and kind of device only, so loading order does not matter."""
     mean, std = _moments(parameter)
-    return torch.randn(parameter.shape, generator=generator).mul_(std).add_(mean)
+    return torch.randn(parameter.shape, generator=_generator(parameter, seed, device), device=device).mul_(std).add_(mean)
+
+
+def random_rows(parameter: Parameter, seed: int, device: str = "cpu", piece: int = 2**20) -> Iterator[Tensor]:
+    """The rows of one parameter as `random_tensor` would draw them on a CPU, at most `piece` of them at a time."""
+    mean, std = _moments(parameter)
+    generator, (rows, width) = _generator(parameter, seed, device), parameter.shape
+    for begin in range(0, rows, piece):
+        shape = (min(piece, rows - begin), width)
+        yield torch.randn(shape, generator=generator, device=device).mul_(std).add_(mean)
+
+
+def _generator(parameter: Parameter, seed: int, device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(parameter.name.encode()))
 
 
 def _moments(parameter: Parameter) -> tuple[float, float]:

@@ -7,7 +7,8 @@ from engine.config import Precision
 from engine.kv_cache import BlockLayout, CacheShape, KVCache, block_bytes
 from engine.models.config import parse_config
 from engine.models.numerics import Numerics
-from tests.models.tiny_configs import golden_config, released_config, small_config
+from engine.models.released import released_config
+from tests.models.tiny_configs import golden_config, small_config
 
 FULL, ROUNDED = Numerics.of(Precision.F), Numerics.of(Precision.B)
 

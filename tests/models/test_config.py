@@ -6,7 +6,8 @@ from engine.errors import CheckpointError
 from engine.models.config import load_config, parse_config
 from engine.models.engram_tables import column_offsets, compress_vocabulary, hash_multipliers, token_map
 from engine.models.inventory import parameters, stored_inventory
-from tests.models.tiny_configs import GOLDEN, golden_config, released_config, small_config
+from engine.models.released import released_config
+from tests.models.tiny_configs import GOLDEN, golden_config, small_config
 
 
 def test_released_config_lists_every_tensor_and_byte_of_the_release():
