@@ -17,8 +17,8 @@ class PrefixCacheLike(Protocol):
     A plan is the cache's own record; the scheduler reads only its `kind`, a string enum: hit, miss or hold.
     """
 
-    def begin_step(self) -> None:
-        """A scheduling step begins: what it may restore is bounded."""
+    def begin_step(self, *, decoding: bool = False) -> None:
+        """A scheduling step begins: what it may restore is bounded, and more so while other sequences are `decoding`."""
 
     def plan(self, seq: Sequence) -> Any:
         """Match a sequence without blocks; what matched is pinned until `restore` or `abandon`."""
@@ -65,7 +65,7 @@ class NoPrefixCache:
 
     _plan = NoPlan()
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, decoding: bool = False) -> None:
         return None
 
     def plan(self, seq: Sequence) -> NoPlan:

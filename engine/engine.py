@@ -179,7 +179,7 @@ class Engine:
             GroupError: a peer is gone. Other exceptions of the model end the rank as well; its owner fails the open requests.
         """
         self._take_grammars()
-        self.cache.begin_step()
+        self.cache.begin_step(decoding=bool(self.scheduler.running))
         step = self.scheduler.schedule()
         self.idle = step.idle and not self.grammars
         outputs = self._finals + self.scheduler.take_finals()

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from hicache.audit import crc_of, open_audit
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
-from hicache.gpu_transfer import BounceTransfer
+from hicache.gpu_transfer import BounceTransfer, ProbeRow
 from hicache.host_cache import HostCache
 from hicache.host_pool import HostArena, frame_bytes_for
 from hicache.index import NONE, PrefixIndex
@@ -73,6 +73,25 @@ class PageMover:
     def pinned_bytes(self) -> int:
         """Page-locked bytes of the arena; 0 on CPU."""
         return self._open.pinned_bytes
+
+    @property
+    def num_usable(self) -> int:
+        """Frames that can be used from the beginning; the others come with `take_fresh`."""
+        return self._open.num_usable
+
+    @property
+    def restore_gb_s(self) -> float:
+        """Measured speed of restores; 0 when nothing was measured."""
+        return self._open.restore_gb_s
+
+    @property
+    def probe_table(self) -> list[ProbeRow]:
+        """What the start-up probe measured."""
+        return self._open.table
+
+    def take_fresh(self) -> list[range]:
+        """Frames that were page-locked since the last call."""
+        return self._open.take_fresh()
 
     def restore(self, pages: Sequence[int], blocks: Sequence[int], state: Sequence[int], slot: int, position: int) -> int:
         """Enqueue the copies of `pages` into `blocks`, and of the window at `position` into a state slot.

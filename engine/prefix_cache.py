@@ -30,6 +30,7 @@ from hicache.peers import OwnLeases, PeerMatch, Peers
 from hicache.policy import Miss, align_down, chunk_states, prefill_states, restore_cap
 from hicache.recovery import Recovery
 from hicache.reservation import PageReservation, StateReservation
+from hicache.restore_budget import RestoreBudget
 from hicache.segment import CacheHome
 from hicache.sizing import arena_bytes
 
@@ -76,7 +77,13 @@ class PrefixCache:
         self._interval = align_down(config.state_interval_tokens, self._page_tokens)
         num_frames = self.mover.arena.num_frames
         self.cache = HostCache(
-            num_frames, self._page_tokens, self.mover.frames_per_state, config.state_slots, self._interval, self.mover.forget
+            num_frames,
+            self._page_tokens,
+            self.mover.frames_per_state,
+            config.state_slots,
+            self._interval,
+            self.mover.forget,
+            self.mover.num_usable,
         )
         self.recovery = self._recover()
         self._peers = self._open_peers(home)
@@ -84,7 +91,8 @@ class PrefixCache:
         self._active: dict[int, Match] = {}
         self._in_flight = InFlightTable(clock)
         self._held_since: dict[int, float] = {}
-        self._step_bytes: int | None = None  # restored in this step; None until steps are announced
+        self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
+        self._postponed: dict[int, int] = {}  # waiting sequence -> bytes that it would restore
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
         self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self.counters = CacheCounters()
@@ -117,6 +125,8 @@ class PrefixCache:
         self._release(self._planned.pop(seq.seq_id, None))
         match = Match(seq, self._keys.epoch)
         self._planned[seq.seq_id] = match
+        if not self._budget.allows(self._postponed.get(seq.seq_id, 0)):
+            return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # without looking up again what it would restore
         index, request = self.cache.index, seq.request
         if request.cache_read or request.cache_write:
             match.keys = self._keys_of(seq)
@@ -133,7 +143,8 @@ class PrefixCache:
             return Plan(PlanKind.HOLD, 0, "in_flight", match)
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
-        if self._step_bytes and self._step_bytes + self._restore_bytes(tokens) > self._config.max_restore_bytes_per_step:
+        if not self._budget.allows(self._restore_bytes(tokens)):
+            self._postponed[seq.seq_id] = self._restore_bytes(tokens)
             return Plan(PlanKind.HOLD, 0, "restore_budget", match)
         if match.peer is not None:
             return Plan(PlanKind.HIT, tokens, "peer", match)
@@ -149,12 +160,12 @@ class PrefixCache:
             return None
         return self._peers.find(match.keys, cap // self._page_tokens, least)
 
-    def begin_step(self) -> None:
-        """A scheduling step begins: its restores may take `max_restore_bytes_per_step`, and at least one always goes through. Without
-        this call there is no limit.
-        """
-        self._step_bytes = 0
+    def begin_step(self, *, decoding: bool = False) -> None:
+        """A scheduling step begins: what it may restore is bounded, see `RestoreBudget`. Without this call there is no limit."""
+        self._budget.begin_step(decoding=decoding)
         self.mover.settle()
+        for frames in self.mover.take_fresh():
+            self.cache.pool.add(frames)
         self.cache.pool.collect_leased()
 
     def _restore_bytes(self, tokens: int) -> int:
@@ -219,9 +230,9 @@ class PrefixCache:
             tokens = self._copy_in(seq, match, tokens)
             reason = reason if tokens else Miss.AUDIT
             self.counters.restored(self._restore_bytes(tokens), time.perf_counter() - began)
-            if self._step_bytes is not None:
-                self._step_bytes += self._restore_bytes(tokens)
+            self._budget.spend(self._restore_bytes(tokens))
         self._unpin_state(match)
+        self._postponed.pop(seq.seq_id, None)
         self.counters.admitted(seq, tokens, reason)
         if seq.seq_id in self._held_since:
             self.counters.held(self._clock() - self._held_since.pop(seq.seq_id))
@@ -365,6 +376,7 @@ class PrefixCache:
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
         self._held_since.pop(seq.seq_id, None)
+        self._postponed.pop(seq.seq_id, None)
 
     def _snapshot(self, seq: Sequence, match: Match) -> None:
         """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.

@@ -18,7 +18,17 @@ class HiCacheConfig:
     state_slots: int = knob(0, "Most window states in the arena; 0 means no cap.", unit="states", ge=0, common=True)
     min_restore_tokens: int = knob(128, "Shortest prefix worth restoring.", unit="tokens", ge=1)
     max_restore_bytes_per_step: int = knob(512 * 2**20, "Most bytes restored in one engine step.", unit="bytes", gt=0)
+    max_restore_share: float = knob(
+        0.05, "Share of the time that restores may take while other requests decode; 0 means no limit.", unit="1", ge=0, le=1
+    )
     transfer: str = knob("auto", "Copies beside a GPU: picked by a start-up probe, or one engine.", choices=("auto", "kernel", "batch"))
+    pin: str = knob(
+        "background",
+        "Page-locking the arena beside a GPU: most of it after the server is ready, all of it before, or not at all (bounce buffers).",
+        choices=("background", "blocking", "never"),
+    )
+    numa: str = knob("gpu", "Memory node of the arena beside a GPU: the GPU's, none for the kernel's choice, or a number.")
+    huge_pages: str = knob("try", "Huge pages for the arena beside a GPU.", choices=("try", "off", "require"))
     build_dir: str = knob("", "Where native copy code is built; empty is the user's cache directory.")
     states_per_path: int = knob(6, "Most window states kept at forks of one path.", unit="states", ge=1)
     state_interval_tokens: int = knob(16384, "Distance of window states within a long prompt; 0 keeps none.", unit="tokens", ge=0)
@@ -43,6 +53,8 @@ class HiCacheConfig:
         check_knobs(self, "hicache")
         if isinstance(self.size_gb, str) and self.size_gb != "auto":
             raise ConfigError(f"hicache.size_gb is {self.size_gb!r}", hint="a number of GiB, 0 for off, or auto")
+        if self.numa not in ("gpu", "none") and not self.numa.isdecimal():
+            raise ConfigError(f"hicache.numa is {self.numa!r}", hint="gpu, none, or the number of a memory node")
 
     @property
     def enabled(self) -> bool:

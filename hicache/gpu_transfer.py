@@ -174,12 +174,14 @@ class ProbeRow:
     gb_s: float
 
 
-def probe(engines: Sequence[Transfer], arena: HostArena, device: Tensor, sizes: Sequence[int] = PROBE_PAGES) -> list[ProbeRow]:
-    """Time every engine in both directions. Overwrites the first rows of `device` (scratch) and the last frames, before they hold data."""
+def probe(engines: Sequence[Transfer], num_frames: int, device: Tensor, sizes: Sequence[int] = PROBE_PAGES) -> list[ProbeRow]:
+    """Time every engine in both directions. Overwrites the first rows of `device` (scratch) and the last of the first `num_frames` frames,
+    before they hold data.
+    """
     table = []
     for num_pages in sizes:
-        rows = list(range(1, 1 + min(num_pages, device.shape[0] - 1, arena.num_frames)))  # row 0 is the dummy block
-        frames = [arena.num_frames - row for row in rows]  # descending: scattered for anything that merges
+        rows = list(range(1, 1 + min(num_pages, device.shape[0] - 1, num_frames)))  # row 0 is the dummy block
+        frames = [num_frames - row for row in rows]  # descending: scattered for anything that merges
         for engine in engines:
             for direction in ("in", "out"):
                 seconds = min(_timed(engine, direction, frames, device, rows) for _ in range(_PROBE_ROUNDS))

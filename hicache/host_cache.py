@@ -14,7 +14,7 @@ class HostCache:
     """What is stored, in frames. One thread; every call is O(its own pages), eviction O(1) per entry.
 
     frames_per_state: frames that one window state fills. max_states: most states, 0 = no cap. state_interval: distance of the
-    states within a long prompt, 0 = none.
+    states within a long prompt, 0 = none. on_free, num_usable: see `FramePool`.
     """
 
     def __init__(
@@ -25,11 +25,12 @@ class HostCache:
         max_states: int = 0,
         state_interval: int = 0,
         on_free: Callable[[Sequence[int]], None] | None = None,
+        num_usable: int | None = None,
     ) -> None:
         assert frames_per_state > 0, f"frames_per_state is {frames_per_state}"
         self.page_tokens, self.frames_per_state = page_tokens, frames_per_state
         self.max_states, self.state_interval = max_states, state_interval
-        self.pool, self.index = FramePool(num_frames, on_free), PrefixIndex(num_frames)
+        self.pool, self.index = FramePool(num_frames, on_free, num_usable), PrefixIndex(num_frames)
         self.evicted_pages = 0
         self.evicted_frames: Counter[str] = Counter()
 

@@ -39,7 +39,9 @@ class HostArena:
         self.num_frames, self.frame_bytes, self._segment = num_frames, frame_bytes, segment
         self._begin = segment.layout.data_at if segment is not None else 0
         try:
-            self.mapping = segment.mapping if segment is not None else mmap.mmap(-1, num_frames * frame_bytes)
+            # Private and not shared: the kernel gives huge pages to such memory when asked.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self.mapping = segment.mapping if segment is not None else mmap.mmap(-1, num_frames * frame_bytes, flags=flags)
         except (OSError, ValueError) as error:
             raise MachineError(
                 f"cannot map {num_frames * frame_bytes / 2**30:.2f} GiB for the host cache: {error}", hint="lower --hicache-size-gb"
@@ -84,6 +86,7 @@ class Owner(IntEnum):
     PAGE = 2
     STATE = 3
     LEASED = 4  # given back, but a peer is still reading it
+    ABSENT = 5  # not page-locked yet
 
 
 class FramePool:
@@ -92,13 +95,15 @@ class FramePool:
     Every frame has exactly one owner. Raises AssertionError on double allocation and double free.
     """
 
-    def __init__(self, num_frames: int, on_free: Callable[[Sequence[int]], None] | None = None) -> None:
-        """on_free: hears of frames before they are free."""
+    def __init__(self, num_frames: int, on_free: Callable[[Sequence[int]], None] | None = None, num_usable: int | None = None) -> None:
+        """on_free: hears of frames before they are free. num_usable: frames that are there from the beginning; others are `added`."""
+        usable = num_frames if num_usable is None else num_usable
+        assert 0 < usable <= num_frames, f"{usable} of {num_frames} frames are usable"
         self.num_frames = num_frames
         self._on_free = on_free
-        self._free = array("i", range(num_frames - 1, -1, -1))
-        self._owner = bytearray(num_frames)
-        self._held = [0, 0, 0, 0, 0]  # frames per owner, FREE unused
+        self._free = array("i", range(usable - 1, -1, -1))
+        self._owner = bytearray(usable) + bytes([Owner.ABSENT]) * (num_frames - usable)
+        self._held = [0, 0, 0, 0, 0, num_frames - usable]  # frames per owner, FREE unused
         self._leased: Leased | None = None
         self._waiting: list[int] = []  # LEASED frames
 
@@ -112,6 +117,14 @@ class FramePool:
 
     def owner(self, frame: int) -> Owner:
         return Owner(self._owner[frame])
+
+    def add(self, frames: range) -> None:
+        """ABSENT frames became usable. They are used after those that are free already."""
+        for frame in frames:
+            assert self._owner[frame] == Owner.ABSENT, f"frame {frame} is {self.owner(frame).name}, not absent"
+            self._owner[frame] = Owner.FREE
+        self._free = array("i", reversed(frames)) + self._free
+        self._held[Owner.ABSENT] -= len(frames)
 
     def take(self, count: int) -> list[int]:
         """`count` free frames, now RESERVED. The caller made sure that there are enough."""
@@ -153,7 +166,7 @@ class FramePool:
         owners, held = self._owner, self._held
         for frame in frames:
             owner = owners[frame]
-            assert owner not in (Owner.FREE, Owner.LEASED), f"frame {frame} is freed twice"
+            assert owner not in (Owner.FREE, Owner.LEASED, Owner.ABSENT), f"frame {frame} is freed twice"
             held[owner] -= 1
             if frame in kept:
                 owners[frame] = Owner.LEASED

@@ -159,7 +159,7 @@ def test_kernel_reaches_92_percent_of_a_large_pinned_copy(build_dir: Path, row_b
 
 def test_probe_measures_every_engine_and_the_choice_follows_it(machine: Machine) -> None:
     engines = [machine.engines["kernel"], machine.engines["batch"]]
-    table = probe(engines, machine.arena, machine.device)
+    table = probe(engines, NUM_PAGES, machine.device)
     assert len(table) == 2 * 2 * 3
     for row in table:
         print(f"{row.engine:7} {row.direction:3} {row.num_pages:4} pages {row.gb_s:6.1f} GB/s")

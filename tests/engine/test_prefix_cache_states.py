@@ -12,6 +12,7 @@ from engine.prefix_plan import PlanKind
 from engine.request import FinishReason, Request, SamplingParams, Sequence
 from hicache.config import HiCacheConfig
 from hicache.index import StateReason
+from hicache.restore_budget import RestoreBudget
 from tests.engine.test_prefix_cache import FRAME, KEEP, _ids, admit, assert_idle, make_cache, prefill, run
 from tests.hicache.fake_kv import FakeKV, make_sequence
 
@@ -258,6 +259,29 @@ def test_restores_beyond_the_steps_budget_wait_for_the_next_step() -> None:
     for seq in (first, second):
         cache.finish(seq)
     assert cache.stats()["holds_total"] == 0
+    assert_idle(cache)
+
+
+def test_restores_beside_decoding_wait_until_the_last_one_is_paid_off() -> None:
+    clock = Clock()
+    cache = herd_cache(clock)
+    cache._budget = RestoreBudget(2**30, 0.05, 1e-6, clock)  # 1 kB/s
+    run(cache, SHARED)
+    first, second, other = (make_sequence(next(_ids), tokens) for tokens in (SHARED, SHARED, [*range(500, 560)]))
+    cache.begin_step(decoding=True)
+    assert admit(cache, first).kind is PlanKind.HIT
+    for now in (1.0, 2.0):
+        clock.now = now
+        cache.begin_step(decoding=True)
+        plan = cache.plan(second)
+        assert (plan.kind, plan.reason) == (PlanKind.HOLD, "restore_budget")
+        assert bool(plan.match.keys) == (now == 1.0)  # the second attempt looks nothing up
+        cache.abandon(plan)
+    assert admit(cache, other).kind is PlanKind.MISS
+    cache.begin_step(decoding=False)
+    assert admit(cache, second).kind is PlanKind.HIT
+    for seq in (first, second, other):
+        cache.finish(seq)
     assert_idle(cache)
 
 

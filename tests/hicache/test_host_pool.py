@@ -55,3 +55,17 @@ def test_frame_can_be_assigned_once_after_its_reservation() -> None:
     with pytest.raises(AssertionError, match="not RESERVED"):
         pool.assign(frames[:1], Owner.STATE)
     assert {o: pool.count(o) for o in Owner if pool.count(o)} == {Owner.RESERVED: 1, Owner.PAGE: 1}
+
+
+def test_frames_that_come_later_join_behind_the_free_ones() -> None:
+    pool = FramePool(6, num_usable=2)
+    assert (pool.num_free, pool.count(Owner.ABSENT)) == (2, 4)
+    held = pool.take(1)
+    pool.add(range(2, 5))
+    assert (pool.num_free, pool.count(Owner.ABSENT)) == (4, 1)
+    assert pool.take(2) == [2, 1]
+    pool.free(held)
+    with pytest.raises(AssertionError, match="not absent"):
+        pool.add(range(1, 3))
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free([5])

@@ -1,0 +1,45 @@
+"""How much may be restored now, so that others who are decoding keep their pace.
+
+A restore runs on the model's stream, so its copy makes the step behind it longer. While somebody decodes, copies may take a share of
+the time that passes: a restore that took more is paid off before the next one begins. Nobody decoding, only the bound per step holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class RestoreBudget:
+    """Times of copies come from their bytes and the measured speed of the bus.
+
+    most_bytes: per step; one restore always goes through. share: of the time that passes while others decode, 0 for no limit.
+    gb_s: measured speed; 0 on a CPU, where the prefill behind a restore takes so much longer that waiting helps nobody.
+    """
+
+    def __init__(self, most_bytes: int, share: float, gb_s: float, clock: Callable[[], float]) -> None:
+        self._most_bytes, self._share, self._gb_s, self._clock = most_bytes, share, gb_s, clock
+        self._step_bytes: int | None = None  # None until steps are announced: then there is no limit
+        self._debt_s = 0.0
+        self._began_s = clock()
+        self._limits = False
+
+    def begin_step(self, *, decoding: bool) -> None:
+        """A scheduling step begins. decoding: others wait for their next token."""
+        now = self._clock()
+        self._limits = decoding and self._share > 0 and self._gb_s > 0
+        self._debt_s = max(0.0, self._debt_s - self._share * (now - self._began_s)) if self._limits else 0.0
+        self._step_bytes, self._began_s = 0, now
+
+    def allows(self, num_bytes: int) -> bool:
+        """Whether a restore of that size may begin in this step; nothing to restore may always."""
+        if self._step_bytes is None or num_bytes == 0:
+            return True
+        return self._debt_s == 0.0 and (self._step_bytes == 0 or self._step_bytes + num_bytes <= self._most_bytes)
+
+    def spend(self, num_bytes: int) -> None:
+        """A restore was enqueued."""
+        if self._step_bytes is None:
+            return
+        self._step_bytes += num_bytes
+        if self._limits:
+            self._debt_s += num_bytes / (self._gb_s * 1e9)
