@@ -107,6 +107,13 @@ class EngineConfig:
         aliases=("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE",),
     )
     batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
+    cudagraph_batch_size_interval: int | str = knob(
+        "auto",
+        "Rows between recorded decode steps; auto is fine up to 64 and every 32 above.",
+        unit="rows",
+        ge=1,
+        aliases=("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL",),
+    )
     enforce_eager: bool = knob(False, "Never capture graphs or run compiled steps.", aliases=("DEEPINFER_ENFORCE_EAGER",))
 
     dp: int = knob(1, "Data-parallel ranks, one process each.", unit="ranks", ge=1, common=True)

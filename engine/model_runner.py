@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.config import EngineConfig, Precision, TruncationMode
+from engine.cuda_graph import Recorder, RecordingReport, bucket_sizes
 from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
 from engine.kv_cache import CacheShape, KVCache, block_bytes
 from engine.loader import Checkpoint, RandomWeights, model_fingerprint, open_checkpoint
@@ -25,9 +26,11 @@ from engine.models.native_model import NativeModel
 from engine.models.native_weights import NativeWeights, Tables, unsupported
 from engine.models.numerics import Numerics
 from engine.models.probe import Probe
+from engine.models.static_inputs import StaticInputs
 from engine.native_start import NativeStart
 from engine.ops.registry import select
 from engine.ops.rope import plain_frequencies, yarn_frequencies
+from engine.recorded_steps import RecordedDecode, RecordedDraft
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,17 @@ class ModelRunner:
         NotEnoughMemory: weights or cache do not fit.
     """
 
-    def __init__(self, config: EngineConfig, *, draft: bool = False, on_progress: Callable[[str, float], None] | None = None) -> None:
-        """draft: also keep the draft stages' windows up to date, so that `draft` can be called."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        draft: bool = False,
+        on_progress: Callable[[str, float], None] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """draft: also keep the draft stages' windows up to date, so that `draft` can be called. recorder: makes decode steps recorded ones
+        on any device; without it they are on GPUs whose ops allow it.
+        """
         path = Path(config.model)
         model = load_config(path)
         device = _resolve_device(config.device)
@@ -83,6 +95,10 @@ class ModelRunner:
         self._truncation = Truncation(self.limits.mode, self.limits.keep_tokens)
         self._plain, scaled = _frequencies(model, device)
         self._inputs = InputBuilder(model.text, self.kv, mapping, self._plain, scaled)
+        self._decode: RecordedDecode | None = None
+        self._drafts: RecordedDraft | None = None
+        if recorder is not None:
+            self._record(recorder, mapping, (self._plain, scaled))
 
         def bind(library: ctypes.CDLL) -> NativeModel:
             draft_model = self._draft if self._drafting else None
@@ -92,10 +108,32 @@ class ModelRunner:
         reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
         self.native = NativeStart(config.build_dir, bind, reason)
 
+    @torch.inference_mode()
+    def _record(self, recorder: Recorder, mapping: list[int], frequencies: tuple[Tensor, Tensor]) -> None:
+        """Record decode, verify and draft steps of every size that a batch can have."""
+        limits, text = self.limits, self.model_config.text
+        interval = _number(self.config.cudagraph_batch_size_interval, 0) or None
+        verified = 1 + (min(self.config.num_draft_tokens, limits.draft_block_size) if self._drafting else 0)
+        sizes = bucket_sizes(limits.max_num_seqs * verified, interval)
+        longest = limits.max_model_len + self.config.backtracking_tokens
+        inputs = StaticInputs(text, self.kv, mapping, frequencies, sizes[-1], longest)
+        draft = self._draft if self._drafting else None
+        self._decode = RecordedDecode(self._backbone, draft, self.kv, inputs, sizes, recorder)
+        if draft is not None:
+            sizes = bucket_sizes(limits.max_num_seqs, interval)
+            self._drafts = RecordedDraft(draft, self._backbone, self.kv, frequencies[0], sizes, recorder)
+
     @property
     def path(self) -> str:
         """How steps run at present; it changes when the compiled step is ready."""
+        if self._decode is not None:
+            return "graphs"
         return "eager" if self.native.model is None else "compiled"
+
+    @property
+    def recordings(self) -> list[RecordingReport]:
+        """What was recorded at start-up, and what that took."""
+        return [graphs.report for graphs in (self._decode, self._drafts) if graphs is not None]
 
     @torch.inference_mode()
     def run(self, batch: Batch, probe: Probe | None = None) -> Tensor:
@@ -104,6 +142,8 @@ class ModelRunner:
         PREFILL obeys the truncation mode; DECODE and VERIFY read the rings as they are. `probe` observes intermediate results, which
         only the eager path can show.
         """
+        if self._decode is not None and probe is None and self._decode.takes(batch):
+            return self._decode.run(batch)
         native = self.native.model
         if native is not None and probe is None:
             return native.step(batch, self._truncation)
@@ -121,6 +161,8 @@ class ModelRunner:
         """Draft a block of tokens for each slice, greedily unless `choose` picks them. Needs a runner made with `draft=True`."""
         assert self._drafting, "this runner was made without draft=True, or the model has no draft stages"
         assert self._draft is not None
+        if self._drafts is not None:
+            return self._drafts.run(slices, choose)
         native = self.native.model
         if native is not None:
             states, logits = native.draft(slices)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -87,27 +89,30 @@ class DraftModel:
         self, slices: list[DraftSlice], backbone: DeepseekV41, cache: KVCache, frequencies: Tensor, choose: Choose | None = None
     ) -> DraftOutput:
         """Draft for several sequences, greedily without `choose`. frequencies: [R/2] of the plain rotary table."""
+        columns = torch.from_numpy(draft_columns(slices)).to(frequencies.device).t().long()
+        x, logits = self.stages_output(columns, backbone, cache, frequencies)
+        return self.propose(x, columns[0], logits, choose or most_likely)
+
+    def stages_output(self, columns: Tensor, backbone: DeepseekV41, cache: KVCache, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """The drafted blocks before their tokens are chosen: states [B*N, C] and logits [B*N, V]. columns: [4, B], see `draft_columns`."""
         size, device = self.text.dspark_block_size, frequencies.device
-        position = torch.tensor([s.position for s in slices], device=device)
-        ids = torch.full((len(slices), size), self.text.dspark_noise_token_id, device=device)
-        ids[:, 0] = torch.tensor([s.token_id for s in slices], device=device)
+        token, position, slot, lowest = columns
+        ids = torch.full((len(token), size), self.text.dspark_noise_token_id, device=device)
+        ids[:, 0] = token
         rot = rotation((position[:, None] + torch.arange(1, size + 1, device=device)).flatten(), frequencies)
-        block = torch.arange(len(slices) * size, device=device).view(-1, size)
-        seen = (self._window(slices, position, cache), Selection.of(block.repeat_interleave(size, 0)))
+        block = torch.arange(len(token) * size, device=device).view(-1, size)
+        seen = (self._window(position, slot, lowest, cache), Selection.of(block.repeat_interleave(size, 0)))
         h = backbone.embed[ids.flatten()][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
         pre = first_mix(len(h), self.text.hc_mult, device)
         for number, stage in enumerate(self.stages):
             h, pre = self._run_stage(stage, h, pre, rot, cache.rings[self.text.num_hidden_layers + number], seen)
         x = collapse(h, pre)
-        base = backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps))
-        return self.propose(x, ids[:, 0], base, choose or _most_likely)
+        return x, backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps))
 
-    def _window(self, slices: list[DraftSlice], position: Tensor, cache: KVCache) -> Selection:
+    def _window(self, position: Tensor, slot: Tensor, lowest: Tensor, cache: KVCache) -> Selection:
         """The same window of main keys for all queries of a block: the last W positions up to `position`."""
         keys = position[:, None] + torch.arange(1 - cache.window, 1, device=position.device)
-        lowest = torch.tensor([[max(0, s.valid_start)] for s in slices], device=position.device)
-        slot = torch.tensor([[s.state_slot] for s in slices], device=position.device)
-        index = (slot * cache.ring_rows + keys % cache.ring_rows).masked_fill_(keys < lowest, -1)
+        index = (slot[:, None] * cache.ring_rows + keys % cache.ring_rows).masked_fill_(keys < lowest[:, None], -1)
         return Selection.of(index.repeat_interleave(self.text.dspark_block_size, 0))
 
     def _run_stage(
@@ -133,5 +138,11 @@ class DraftModel:
         return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(shifted, 1))
 
 
-def _most_likely(place: int, logits: Tensor) -> Tensor:
+def draft_columns(slices: list[DraftSlice]) -> NDArray[np.int32]:
+    """What the stages need to know of every sequence, one row each: token, position, state slot, lowest position with a window row."""
+    return np.array([(s.token_id, s.position, s.state_slot, max(0, s.valid_start)) for s in slices], dtype=np.int32)
+
+
+def most_likely(place: int, logits: Tensor) -> Tensor:
+    """Greedy choice. logits: [B, V]; returns [B] int64."""
     return logits.argmax(-1)

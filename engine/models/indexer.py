@@ -94,7 +94,10 @@ class Indexer:
         picked = torch.full((len(rows), min(text.index_topk, num_entries)), -1, dtype=torch.int64, device=x.device)
         kept = torch.zeros(len(rows), -(-num_entries // size), dtype=torch.bool, device=x.device) if filtered else None
         for first, last, pieces in self._groups(rows, num_entries):
-            keys = self._keys(first, last, int(count[pieces[0][0] : pieces[-1][1]].max()), inputs, cache)
+            most = int(count[pieces[0][0] : pieces[-1][1]].max())
+            if most == 0:
+                continue
+            keys = self._keys(first, last, most, inputs, cache)
             for begin, end in pieces:
                 shape, visible = (last - first, (end - begin) // (last - first)), count[begin:end]
                 part = keys[:, : int(visible.max())]

@@ -1,0 +1,97 @@
+"""Decode, verify and draft steps of one runner as recorded graphs over fixed buffers. Prefill stays eager: its kernels are long."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.cuda_graph import Recorder, RecordingReport, StepGraphs
+from engine.kv_cache import KVCache
+from engine.models.deepseek_v41 import DeepseekV41
+from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice, draft_columns, most_likely
+from engine.models.row_buffers import StagedRows
+from engine.models.static_inputs import StaticInputs
+
+
+def forward(backbone: DeepseekV41, draft: DraftModel | None, inputs: StaticInputs, size: int, cache: KVCache, out: Tensor) -> None:
+    """One step of `size` rows: logits into `out[:size]`, window keys of the draft stages when there is a draft model."""
+    step = inputs.step_inputs(size)
+    output = backbone(step, cache, want_taps=draft is not None)
+    if draft is not None and output.taps is not None:
+        draft.store_taps(output.taps, step.encoder, cache)
+    out[:size] = backbone.logits(output.hidden)
+
+
+class RecordedDecode:
+    """Decode and verify steps, keyed by their number of query rows. The logits of a step are valid until the next one."""
+
+    def __init__(
+        self, backbone: DeepseekV41, draft: DraftModel | None, cache: KVCache, inputs: StaticInputs, sizes: list[int], recorder: Recorder
+    ) -> None:
+        """draft: None when its windows need not be kept. Raises: NotEnoughMemory."""
+        self._inputs = inputs
+        self._logits = torch.empty(sizes[-1], backbone.text.vocab_size, device=backbone.embed.device)
+        name = "decode" if draft is None else "decode and verify"
+        self._graphs = StepGraphs(name, lambda size: forward(backbone, draft, inputs, size, cache, self._logits), sizes, recorder)
+
+    @property
+    def report(self) -> RecordingReport:
+        return self._graphs.report
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch has the recorded form and size."""
+        return 0 < batch.num_tokens <= self._graphs.max_rows and StaticInputs.fits(batch)
+
+    def run(self, batch: Batch) -> Tensor:
+        """[rows, V] fp32 logits, a view of the fixed buffer."""
+        size = self._graphs.size_for(batch.num_tokens)
+        self._inputs.load(batch, size)
+        self._graphs.replay(size)
+        return self._logits[: batch.num_tokens]
+
+
+class RecordedDraft:
+    """Draft steps, keyed by their number of sequences: stages, head, and greedy proposals."""
+
+    def __init__(
+        self, draft: DraftModel, backbone: DeepseekV41, cache: KVCache, frequencies: Tensor, sizes: list[int], recorder: Recorder
+    ) -> None:
+        """frequencies: [R/2] of the plain rotary table. Raises: NotEnoughMemory."""
+        text, device = draft.text, frequencies.device
+        seqs, block = sizes[-1], text.dspark_block_size
+        self._draft, self._block = draft, block
+        self._columns = StagedRows(seqs, 4, device)
+        self._states = torch.empty(seqs * block, text.hidden_size, dtype=draft.numerics.dtype, device=device)
+        self._base = torch.empty(seqs * block, text.vocab_size, device=device)
+        self._greedy = DraftOutput(
+            torch.zeros(seqs, block, dtype=torch.int64, device=device),
+            torch.zeros(seqs, block, device=device),
+            torch.empty(seqs, block, text.vocab_size, device=device),
+        )
+
+        def step(size: int) -> None:
+            columns = self._columns.values[:size].t().long()
+            rows = size * block
+            self._states[:rows], self._base[:rows] = draft.stages_output(columns, backbone, cache, frequencies)
+            proposed = draft.propose(self._states[:rows], columns[0], self._base[:rows], most_likely)
+            self._greedy.token_ids[:size], self._greedy.confidence[:size] = proposed.token_ids, proposed.confidence
+            self._greedy.logits[:size] = proposed.logits
+
+        self._graphs = StepGraphs("draft", step, sizes, recorder)
+
+    @property
+    def report(self) -> RecordingReport:
+        return self._graphs.report
+
+    def run(self, slices: list[DraftSlice], choose: Choose | None) -> DraftOutput:
+        """Greedy proposals come from the graph; `choose` may look at the host, so it runs behind it on the recorded logits."""
+        count = len(slices)
+        size = self._graphs.size_for(count)
+        self._columns.upload(draft_columns(slices), size)
+        self._graphs.replay(size)
+        if choose is None:
+            return DraftOutput(self._greedy.token_ids[:count], self._greedy.confidence[:count], self._greedy.logits[:count])
+        rows = count * self._block
+        first = self._columns.values[:count, 0].long()
+        return self._draft.propose(self._states[:rows], first, self._base[:rows], choose)
