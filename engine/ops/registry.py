@@ -6,8 +6,10 @@ The choice is made once at start-up (`select`), not per call. Asking for a backe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 from torch import Tensor
@@ -21,12 +23,13 @@ _OPS: dict[str, Op] = {}
 class Op:
     """A named operation. Calling it runs the selected implementation; `reference` is the definition.
 
-    triton: `module:function` of the Triton twin, or "" while there is none.
+    cuda, triton: `module:function` of the kernels' launches, or "" while there is none.
     """
 
-    def __init__(self, name: str, *, reference: Callable[..., Any], tolerance: Tolerance, triton: str = "") -> None:
+    def __init__(self, name: str, *, reference: Callable[..., Any], tolerance: Tolerance, triton: str = "", cuda: str = "") -> None:
         assert name not in _OPS, f"op {name} is registered twice"
-        self.name, self.reference, self.tolerance, self.triton = name, reference, tolerance, triton
+        self.name, self.reference, self.tolerance = name, reference, tolerance
+        self._kernels = {backend: place for backend, place in (("cuda", cuda), ("triton", triton)) if place}
         self.backend = "reference"
         self._run = reference
         _OPS[name] = self
@@ -36,7 +39,7 @@ class Op:
 
     def backends(self) -> list[str]:
         """Implementations that exist, the best first."""
-        return [*(["triton"] if self.triton and find_spec("triton") else []), "reference"]
+        return [*(name for name in self._kernels if name in available_kernels()), "reference"]
 
     def use(self, backend: str) -> None:
         """Select an implementation.
@@ -49,9 +52,16 @@ class Op:
         if backend == "reference":
             self._run = self.reference
         else:
-            module, function = self.triton.split(":")
+            module, function = self._kernels[backend].split(":")
             self._run = getattr(import_module(module), function)
         self.backend = backend
+
+
+@cache
+def available_kernels() -> frozenset[str]:
+    """Kinds of kernels that this machine can build: CUDA sources need nvcc."""
+    found = {"cuda": which("nvcc") is not None, "triton": find_spec("triton") is not None}
+    return frozenset(name for name, is_there in found.items() if is_there)
 
 
 def select(choice: str, device: str) -> dict[str, str]:

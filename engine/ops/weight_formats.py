@@ -38,10 +38,10 @@ def encode_fp8_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
     return round_e4m3(w.float() / _spread_blocks(scale, rows, cols)), scale
 
 
-def decode_fp8_blocks(w: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """w: [A, B] e4m3, scale: [ceil(A/32), ceil(B/32)] uint8. Returns [A, B] of `dtype`."""
+def decode_fp8_blocks(w: Tensor, scale: Tensor, dtype: torch.dtype, block_rows: int = BLOCK) -> Tensor:
+    """w: [A, B] e4m3, scale: [ceil(A/block_rows), ceil(B/32)] uint8. Returns [A, B] of `dtype`."""
     rows, cols = w.shape
-    return w.to(dtype).mul_(_spread_blocks(scale, rows, cols).to(dtype))
+    return w.to(dtype).mul_(_spread_blocks(scale, rows, cols, block_rows).to(dtype))
 
 
 def encode_fp4_rows(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,6 +81,6 @@ def _scale(amax: Tensor, largest: float) -> Tensor:
     return ceil_power_of_two(amax.clamp(min=_MIN_AMAX) / largest)
 
 
-def _spread_blocks(scale: Tensor, rows: int, cols: int) -> Tensor:
+def _spread_blocks(scale: Tensor, rows: int, cols: int, block_rows: int = BLOCK) -> Tensor:
     values = e8m0_values(scale)
-    return values.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+    return values.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]

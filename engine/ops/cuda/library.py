@@ -1,0 +1,65 @@
+"""The compiled kernels of packed weights: built once per GPU architecture, bound with checked argument types."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from csrc.loader import Library, bind, load
+from engine.native_library import default_build_dir
+
+SOURCES = ("kernels/packed_gemm.cu", "kernels/expert_lists.cu", "kernels/expert_sum.cu")
+
+
+class GemmArguments(ctypes.Structure):
+    """`PackedGemm` of csrc/kernels/packed_gemm.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "items", "num_items", "slots", "weights")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "x_group_stride", "y_stride", "y_group_stride")),
+        *((name, ctypes.c_int) for name in ("tiles", "blocks", "rows", "cols", "num_rows", "num_groups", "x_divisor")),
+        ("limit", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Bound launches; each returns a CUDA status. num_processors: multiprocessors of the device."""
+
+    gemm: Callable[..., int]
+    lists: Callable[..., int]
+    sum: Callable[..., int]
+    num_processors: int
+
+    @staticmethod
+    def of(library: ctypes.CDLL, num_processors: int) -> Kernels:
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        return Kernels(
+            gemm=bind(library, "dix_packed_gemm", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]),
+            lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
+            sum=bind(library, "dix_expert_sum", [pointer, pointer, pointer, *[number] * 4, pointer]),
+            num_processors=num_processors,
+        )
+
+
+@cache
+def kernels(device: int, build_dir: Path | None = None) -> Kernels:
+    """The kernels for a CUDA device, built on first use.
+
+    Raises:
+        BuildError: no nvcc, or its first error.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    library = load(Library("packed_gemm", SOURCES, f"sm_{properties.major}{properties.minor}"), build_dir or default_build_dir())
+    return Kernels.of(library, properties.multi_processor_count)
+
+
+def check_launch(status: int, what: str) -> None:
+    """A launch that the driver refused is a broken invariant of ours. Raises RuntimeError with CUDA's number."""
+    if status:
+        raise RuntimeError(f"{what}: CUDA error {status} at launch")

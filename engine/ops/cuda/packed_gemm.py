@@ -1,0 +1,131 @@
+"""Launches of the packed products: lists of experts, routed experts, and dense matrices of few rows."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from engine.ops.cuda.library import GemmArguments, Kernels, check_launch, kernels
+from engine.ops.packed_weights import Format, PackedWeights
+
+TILE_TOKENS = 8
+
+
+class Epilogue(IntEnum):
+    """Numbers shared with the kernel."""
+
+    BF16 = 0
+    FP32 = 1
+    SWIGLU = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a launch divides its work. tiles: of eight tokens per item (1, 2, 4 or 8). slices: warps that share 16 rows (1, 4 or 8)."""
+
+    tiles: int
+    slices: int
+    blocks_per_processor: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLists:
+    """See csrc/kernels/expert_lists.cu. slots [num_choices], items [max_items, 4], count [1]: int32 on the device."""
+
+    slots: Tensor
+    items: Tensor
+    count: Tensor
+    item_rows: int
+
+
+def machine(device: torch.device) -> tuple[Kernels, int]:
+    """Kernels and current stream of a device."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return kernels(index), torch.cuda.current_stream(device).cuda_stream
+
+
+def expert_lists(run: Kernels, stream: int, ids: Tensor, num_experts: int, tiles: int) -> ExpertLists:
+    """ids: [T, K] int64, contiguous; negative ids have no expert. Never waits for the device."""
+    num_choices, rows = ids.numel(), TILE_TOKENS * tiles
+    limit = min(num_choices, num_experts) + num_choices // rows
+    numbers = torch.empty(num_choices + 4 * limit + 1, dtype=torch.int32, device=ids.device)
+    lists = ExpertLists(numbers[4 * limit + 1 :], numbers[: 4 * limit].view(-1, 4), numbers[4 * limit : 4 * limit + 1], rows)
+    pointers = (lists.slots.data_ptr(), lists.items.data_ptr(), lists.count.data_ptr())
+    check_launch(run.lists(ids.data_ptr(), num_choices, num_experts, rows, *pointers, stream), "expert_lists")
+    return lists
+
+
+def routed(
+    run: Kernels,
+    stream: int,
+    x: Tensor,
+    packed: PackedWeights,
+    lists: ExpertLists,
+    out: Tensor,
+    shape: Shape,
+    epilogue: Epilogue,
+    *,
+    divisor: int = 1,
+    weights: Tensor | None = None,
+    limit: float = 0.0,
+) -> None:
+    """out[slot] = expert(x[slot // divisor]) for every slot of the lists. x: [R, columns] bf16. weights: [num slots] fp32, for SWIGLU."""
+    arguments = _arguments(packed, x, out, limit)
+    arguments.items, arguments.num_items, arguments.slots = lists.items.data_ptr(), lists.count.data_ptr(), lists.slots.data_ptr()
+    arguments.weights = weights.data_ptr() if weights is not None else None
+    arguments.x_divisor = divisor
+    assert lists.item_rows == TILE_TOKENS * shape.tiles, f"items of {lists.item_rows} rows, {shape.tiles} tiles"
+    _launch(run, stream, arguments, packed.format, epilogue, shape, run.num_processors * shape.blocks_per_processor)
+
+
+def dense(
+    run: Kernels, stream: int, x: Tensor, packed: PackedWeights, out: Tensor, shape: Shape, epilogue: Epilogue, *, limit: float = 0.0
+) -> None:
+    """out[t, g] = W_g x[t, g]. x: [T, groups * columns], out: [T, groups * rows (half of them for SWIGLU)], rows contiguous."""
+    arguments = _arguments(packed, x, out, limit)
+    arguments.num_rows, arguments.num_groups, arguments.x_divisor = x.shape[0], packed.groups, 1
+    arguments.x_group_stride, arguments.y_group_stride = packed.columns, out.shape[1] // packed.groups
+    items = -(-x.shape[0] // (TILE_TOKENS * shape.tiles)) * packed.groups
+    units = items * -(-packed.tiles * shape.slices // _WARPS)
+    if units:
+        _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, run.num_processors * shape.blocks_per_processor))
+
+
+def expert_sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor | None, out: Tensor) -> None:
+    """out[t] = sum of parts[t] over the choices + shared[t]. parts: [T, K, C] fp32, shared: [T, C] bf16 or None, out: [T, C] bf16."""
+    tokens, choices, width = parts.shape
+    blocks = max(1, min(8 * run.num_processors, -(-tokens * width // 1024)))
+    status = run.sum(
+        parts.data_ptr(), shared.data_ptr() if shared is not None else None, out.data_ptr(), tokens, choices, width, blocks, stream
+    )
+    check_launch(status, "expert_sum")
+
+
+_WARPS = 8
+
+
+def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> GemmArguments:
+    assert x.dtype == torch.bfloat16, f"x is {x.dtype}"
+    assert x.stride(1) == out.stride(1) == 1, f"rows are not contiguous: x {x.stride()}, out {out.stride()}"
+    return GemmArguments(
+        codes=packed.codes.data_ptr(),
+        scales=packed.scales.data_ptr(),
+        x=x.data_ptr(),
+        y=out.data_ptr(),
+        x_stride=x.stride(0),
+        y_stride=out.stride(0),
+        tiles=packed.tiles,
+        blocks=packed.blocks,
+        rows=packed.rows,
+        cols=packed.columns,
+        limit=limit,
+    )
+
+
+def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format, epilogue: Epilogue, shape: Shape, num_blocks: int) -> None:
+    status = run.gemm(ctypes.byref(arguments), format, epilogue, shape.tiles, shape.slices, num_blocks, stream)
+    check_launch(status, f"packed_gemm {format.name} {epilogue.name} tiles={shape.tiles} slices={shape.slices}")

@@ -1,0 +1,31 @@
+"""Dense products of few rows from packed weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.ops.cuda.library import Kernels
+from engine.ops.cuda.packed_experts import tiles_of
+from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, machine
+from engine.ops.packed_weights import PackedWeights
+
+
+def launch(x: Tensor, weights: PackedWeights) -> Tensor:
+    """The op `packed_linear` on the current CUDA device."""
+    return run_linear(*machine(x.device), x, weights)
+
+
+def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights) -> Tensor:
+    """`launch` with the kernels given, which may be the emulated ones."""
+    out = x.new_empty(x.shape[0], weights.groups * weights.rows)
+    dense(run, stream, x, weights, out, shape(x.shape[0], weights, run.num_processors), Epilogue.BF16)
+    return out
+
+
+def shape(num_rows: int, weights: PackedWeights, num_processors: int) -> Shape:
+    """As many warps per tile of rows as the machine has room for: 16 warps a multiprocessor hide the latency of memory."""
+    tiles = tiles_of(num_rows)
+    items = -(-num_rows // (8 * tiles)) * weights.groups
+    warps = items * weights.tiles
+    room = 16 * num_processors
+    return Shape(tiles, 8 if 8 * warps <= 1.5 * room else 4 if 4 * warps <= 1.5 * room else 1)

@@ -1,0 +1,22 @@
+"""The kernels of packed weights on a CPU: the same sources, compiled against `emulator.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from csrc.loader import Library, load
+from engine.ops.cuda.library import SOURCES, Kernels
+
+_HERE = Path(__file__).parent
+
+
+@cache
+def emulated_kernels(build_dir: Path) -> Kernels:
+    """Build them in `build_dir`; 'multiprocessors' is 1, so that every block walks through several units of work."""
+    version = sha256((_HERE / "emulator.h").read_bytes()).hexdigest()[:8]
+    flags = ("-x", "c++", "-O1", f"-I{_HERE}", f"-DEMULATOR={version}", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas")
+    library: ctypes.CDLL = load(Library("packed_gemm_emulated", SOURCES, flags=flags), build_dir)
+    return Kernels.of(library, num_processors=1)

@@ -1,0 +1,207 @@
+// Runs kernels written against csrc/include/warp.cuh on a CPU, for tests: every thread of a block is a coroutine, warps meet at an mma,
+// blocks at a barrier. Slow and literal. Asynchronous copies happen as late as the kernel allows, so that a missing wait shows.
+#pragma once
+
+#include <ucontext.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint2 {
+    uint32_t x, y;
+};
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct Dim {
+    unsigned x;
+};
+inline Dim threadIdx, blockIdx, blockDim, gridDim;
+
+using cudaStream_t = void*;
+using cudaError_t = int;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
+template <class Kernel>
+int cudaFuncSetAttribute(Kernel, int, int bytes) {
+    return bytes <= 227 * 1024 ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline int cudaGetLastError() { return cudaSuccess; }
+
+namespace dix {
+namespace emulator {
+
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+};
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false;
+    std::deque<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+};
+
+// Operands that the lanes of a warp brought to their current mma.
+struct Meeting {
+    int arrived = 0, round = 0;
+    float* d[32];
+    uint32_t a[32][4], b[32][2];
+};
+
+inline std::vector<Thread> threads;
+inline std::vector<Meeting> meetings;
+inline std::vector<unsigned char> shared;
+inline int current = 0, at_barrier = 0, barrier_round = 0;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+
+inline void pass() { swapcontext(&threads[current].context, &scheduler); }
+
+inline void entry() {
+    body();
+    threads[current].done = true;
+    pass();
+}
+
+inline void run_block(unsigned size) {
+    constexpr size_t kStack = 128 * 1024;
+    threads = std::vector<Thread>(size);
+    meetings = std::vector<Meeting>(size / 32);
+    at_barrier = barrier_round = 0;
+    for (Thread& thread : threads) {
+        getcontext(&thread.context);
+        thread.stack = std::make_unique<char[]>(kStack);
+        thread.context.uc_stack.ss_sp = thread.stack.get();
+        thread.context.uc_stack.ss_size = kStack;
+        thread.context.uc_link = nullptr;
+        makecontext(&thread.context, entry, 0);
+    }
+    for (bool any = true; any;) {
+        any = false;
+        for (current = 0; current < static_cast<int>(size); ++current) {
+            if (threads[current].done) continue;
+            any = true;
+            threadIdx.x = current;
+            swapcontext(&scheduler, &threads[current].context);
+        }
+    }
+}
+
+inline float value(uint32_t pair, int half) { return std::bit_cast<float>(half ? pair & 0xFFFF0000u : pair << 16); }
+
+inline void multiply(Meeting& m) {
+    for (int lane = 0; lane < 32; ++lane) {
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
+            float sum = 0;
+            for (int k = 0; k < 16; ++k) {
+                const int of_a = row % 8 * 4 + k % 8 / 2, of_b = column * 4 + k % 8 / 2;
+                sum += value(m.a[of_a][row / 8 + k / 8 * 2], k % 2) * value(m.b[of_b][k / 8], k % 2);
+            }
+            m.d[lane][i] += sum;
+        }
+    }
+}
+
+inline uint16_t round_bits(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    if (std::isnan(x)) return 0x7FFF;
+    return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace emulator
+
+inline unsigned char* shared_memory() { return emulator::shared.data(); }
+inline void copy_async16(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 16}); }
+inline void copy_async8(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 8}); }
+inline void commit_copies() {
+    auto& thread = emulator::threads[emulator::current];
+    thread.groups.push_back(std::move(thread.open));
+    thread.open.clear();
+}
+template <int kPending>
+void wait_copies() {
+    auto& groups = emulator::threads[emulator::current].groups;
+    for (; static_cast<int>(groups.size()) > kPending; groups.pop_front()) {
+        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+}
+template <class T>
+T load(const void* from) {
+    T result;
+    std::memcpy(&result, from, sizeof(T));
+    return result;
+}
+inline uint4 load_shared16(const void* from) { return load<uint4>(from); }
+inline uint2 load_shared8(const void* from) { return load<uint2>(from); }
+inline uint4 load_global16(const void* from) { return load<uint4>(from); }
+inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    auto& m = emulator::meetings[emulator::current / 32];
+    const int lane = emulator::current % 32, round = m.round;
+    m.d[lane] = d;
+    std::memcpy(m.a[lane], a, sizeof a);
+    m.b[lane][0] = b0;
+    m.b[lane][1] = b1;
+    if (++m.arrived == 32) {
+        emulator::multiply(m);
+        m.arrived = 0;
+        ++m.round;
+    } else {
+        while (m.round == round) emulator::pass();
+    }
+}
+inline float bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+inline uint16_t bf16_bits(float x) { return emulator::round_bits(x); }
+inline float bf16_round(float x) { return bf16_value(bf16_bits(x)); }
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+    using emulator::value;
+    return bf16_bits(value(a, 0) * value(b, 0)) | static_cast<uint32_t>(bf16_bits(value(a, 1) * value(b, 1))) << 16;
+}
+inline uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return result;
+}
+inline uint32_t rotate_left(uint32_t x, int bits) { return std::rotl(x, bits); }
+inline int atomic_add_shared(int* counter, int value) { return (*counter += value) - value; }
+inline void sync_block() {
+    const int round = emulator::barrier_round;
+    if (++emulator::at_barrier == static_cast<int>(emulator::threads.size())) {
+        emulator::at_barrier = 0;
+        ++emulator::barrier_round;
+    } else {
+        while (emulator::barrier_round == round) emulator::pass();
+    }
+}
+
+}  // namespace dix
+
+#define DIX_LAUNCH(kernel, grid, block, bytes, stream, ...)                                      \
+    do {                                                                                         \
+        gridDim.x = (grid);                                                                      \
+        blockDim.x = (block);                                                                    \
+        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {                             \
+            /* Shared memory starts as garbage: all ones are NaN in bf16 and fp32. */            \
+            dix::emulator::shared.assign((bytes), 0xFF);                                         \
+            dix::emulator::body = [&] { kernel(__VA_ARGS__); };                                  \
+            dix::emulator::run_block(block);                                                     \
+        }                                                                                        \
+    } while (false)

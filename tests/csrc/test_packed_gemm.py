@@ -1,0 +1,175 @@
+"""The kernels of packed weights, lane by lane on a CPU: the sources that the GPU runs, against the plain definitions."""
+
+import pytest
+import torch
+
+from engine.ops.cuda.packed_experts import run_experts, run_shared
+from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, expert_lists, expert_sum, routed
+from engine.ops.cuda.packed_linear import run_linear
+from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
+from engine.ops.packed_linear import PACKED_LINEAR
+from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, pack_gate_up, unpack
+from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
+from tests.csrc.emulated import emulated_kernels
+
+PACK = {Format.FP4: (encode_fp4_rows, pack_fp4), Format.FP8: (encode_fp8_blocks, pack_fp8)}
+
+
+PLAIN = {Format.FP4: Epilogue.FP32, Format.FP8: Epilogue.BF16}
+
+
+def nan_like(format, *shape):
+    return torch.full(shape, float("nan"), dtype=torch.float32 if format is Format.FP4 else torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return emulated_kernels(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def product(x, weights, group=0):
+    return x.float() @ unpack(weights, group, torch.float32).t()
+
+
+def close(got, want, limit):
+    assert got.shape == want.shape
+    assert (got.float() - want.float()).abs().max() <= limit * want.float().abs().max().clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens", "shape"),
+    [
+        (16, 256, 1, Shape(1, 1)),
+        (40, 96, 3, Shape(1, 4)),  # tiles and blocks with padding, slices without a block
+        (64, 512, 9, Shape(2, 4)),  # a second item with one token
+        (24, 288, 17, Shape(1, 4)),
+        (32, 128, 30, Shape(8, 4)),
+        (32, 128, 65, Shape(8, 1)),
+    ],
+)
+def test_products_of_few_rows(run, format, rows, columns, tokens, shape):
+    encode, pack = PACK[format]
+    weights = pack(*encode(torch.randn(rows, columns) * columns**-0.5))
+    x = torch.randn(tokens, columns).bfloat16()
+    out = nan_like(format, tokens, rows)
+    dense(run, 0, x, weights, out, shape, PLAIN[format])
+    close(out, product(x, weights), 1e-6 if format is Format.FP4 else 4e-3)
+
+
+@pytest.mark.parametrize("format", Format)
+def test_every_stored_value_becomes_the_same_bf16(run, format):
+    """Columns of the unit matrix read the weights out: all codes, scales from the smallest to the largest, subnormal results included."""
+    scales = [0, 1, 2, 60, 120, 127, 128]
+    if format is Format.FP4:
+        values = torch.arange(256, dtype=torch.uint8).view(torch.int8)[None, :64].expand(28, -1).contiguous()
+        values = torch.stack([values[0].view(torch.uint8).roll(16 * k).add(k * 64).view(torch.int8) for k in range(28)])
+        scale = torch.tensor(scales * 4, dtype=torch.uint8)[:, None].expand(-1, 4).contiguous()
+        weights = pack_fp4(values, scale)
+    else:
+        finite = [code for code in range(256) if code & 0x7F != 0x7F]
+        values = torch.tensor((finite * 32)[: 64 * 96], dtype=torch.uint8).view(64, 96).view(torch.float8_e4m3fn)
+        weights = pack_fp8(values, torch.tensor(scales[:6], dtype=torch.uint8).view(2, 3))
+    x = torch.eye(weights.columns).bfloat16()
+    out = nan_like(format, weights.columns, weights.rows)
+    dense(run, 0, x, weights, out, Shape(8, 1), PLAIN[format])
+    assert torch.equal(out.bfloat16().t(), unpack(weights, 0, torch.bfloat16))
+
+
+def test_block_diagonal_products(run):
+    weights = PackedWeights.empty(Format.FP8, 3, 32, 160, "cpu")
+    for group in range(3):
+        weights.fill(group, *encode_fp8_blocks(torch.randn(32, 160)))
+    x = torch.randn(5, 3 * 160 + 32).bfloat16()[:, : 3 * 160]  # strided rows
+    close(run_linear(run, 0, x, weights), PACKED_LINEAR.reference(x, weights), 8e-3)
+    assert run_linear(run, 0, x[:0], weights).shape == (0, 96)
+
+
+def test_lists_hold_every_choice_once_in_pieces(run):
+    ids = torch.randint(0, 20, (50, 3))
+    ids[ids == 7] = 8  # an expert without tokens
+    ids[3, 1] = -1
+    lists = expert_lists(run, 0, ids, 20, 1)
+    flat, seen, last = ids.flatten(), [], -1
+    for expert, begin, count, _ in lists.items[: lists.count.item()].tolist():
+        assert 0 < count <= 8
+        assert expert >= last
+        last = expert
+        chosen = lists.slots[begin : begin + count].tolist()
+        assert all(flat[slot] == expert for slot in chosen)
+        seen += chosen
+    assert sorted(seen) == [i for i in range(150) if flat[i] >= 0]
+
+
+def experts(num, inner, hidden):
+    def draw(encode, rows, columns):
+        return encode(torch.randn(rows, columns) * columns**-0.5)
+
+    w13 = PackedWeights.empty(Format.FP4, num, 2 * inner, hidden, "cpu")
+    w2 = PackedWeights.empty(Format.FP4, num, hidden, inner, "cpu")
+    for e in range(num):
+        both = pack_gate_up(draw(encode_fp4_rows, inner, hidden), draw(encode_fp4_rows, inner, hidden), Format.FP4)
+        w13.codes[e], w13.scales[e] = both.codes[0], both.scales[0]
+        w2.fill(e, *draw(encode_fp4_rows, hidden, inner))
+    shared = pack_gate_up(draw(encode_fp8_blocks, inner, hidden), draw(encode_fp8_blocks, inner, hidden), Format.FP8)
+    return PackedExperts(w13, w2, shared, pack_fp8(*draw(encode_fp8_blocks, hidden, inner)))
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 11])
+def test_experts_follow_their_definition(run, tokens, quantize):
+    some = experts(5, 64, 96)
+    x = (torch.randn(tokens, 96) * 3).bfloat16()  # beyond the limit of 2 below, on both sides
+    ids = torch.stack([torch.randperm(4)[:3] for _ in range(tokens)]) if tokens else torch.zeros(0, 3, dtype=torch.int64)  # expert 4: none
+    weights = torch.rand(tokens, 3)
+    got = run_experts(run, 0, x, ids, weights, some, 2.0, quantize)
+    # With round trips through fp8 a value on an edge may fall on the other side.
+    close(got, PACKED_EXPERTS.reference(x, ids, weights, some, 2.0, quantize), 4e-2 if quantize else 1e-2) if tokens else None
+    assert got.shape == (tokens, 96)
+
+
+def test_a_token_does_not_depend_on_its_batch(run):
+    some = experts(3, 32, 64)
+    x, weights = torch.randn(9, 64).bfloat16(), torch.rand(9, 2)
+    ids = torch.tensor([[0, 1]] * 9)
+    x[4] = float("nan")
+    shape = Shape(2, 1)
+
+    def act(rows):
+        lists = expert_lists(run, 0, ids[rows].contiguous(), 3, shape.tiles)
+        out = torch.empty(2 * len(rows), 32, dtype=torch.bfloat16)
+        chosen = weights[rows].contiguous()
+        routed(run, 0, x[rows].contiguous(), some.w13, lists, out, shape, Epilogue.SWIGLU, divisor=2, weights=chosen, limit=10.0)
+        return out.view(len(rows), 2, 32)
+
+    together = act(list(range(9)))
+    assert together[4].isnan().all()
+    for token in (0, 3, 5, 8):
+        assert torch.equal(together[token], act([token])[0])
+
+
+def test_partial_sums_are_added_in_the_order_of_choices(run):
+    parts, shared = torch.randn(3, 4, 20) * 100, torch.randn(3, 20).bfloat16()
+    out = torch.full((3, 20), float("nan"), dtype=torch.bfloat16)
+    expert_sum(run, 0, parts, shared, out)
+    want = parts[:, 0] + parts[:, 1]
+    for part in (parts[:, 2], parts[:, 3], shared.float()):
+        want = want + part
+    assert torch.equal(out, want.bfloat16())
+    expert_sum(run, 0, parts[:, :1].contiguous(), None, out)
+    assert torch.equal(out, parts[:, 0].bfloat16())
+
+
+def test_shared_expert_clamps_the_gate_from_above_only(run):
+    some = experts(1, 32, 64)
+    x = (torch.randn(3, 64) * 20).bfloat16()
+    got = run_shared(run, 0, x, some, 0.5, False)
+    both = unpack(some.shared_w13, 0, torch.bfloat16).unflatten(0, (-1, 2, 8))
+    gate, up = ((x.float() @ both[:, i].flatten(0, 1).float().t()).bfloat16().float() for i in range(2))
+    act = (torch.nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)).bfloat16()
+    close(got, product(act, some.shared_w2), 1e-2)
