@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from engine.request import Output
+from engine.request import Output, Timing
 from server.rank_pool import RankPool
 from server.tickets import Ticket
 from server.totals import Record, added, empty_record
@@ -49,6 +49,24 @@ class Watchdog:
 
 
 @dataclass(slots=True)
+class FirstTokens:
+    """Where the time to the first tokens went, summed over requests; ttft is from arrival at the server."""
+
+    requests_total: int = 0
+    queue_seconds_total: float = 0.0
+    restore_seconds_total: float = 0.0
+    prefill_seconds_total: float = 0.0
+    ttft_seconds_total: float = 0.0
+
+    def add(self, timing: Timing, ttft_s: float) -> None:
+        self.requests_total += 1
+        self.queue_seconds_total += timing.queue_s
+        self.restore_seconds_total += timing.restore_s
+        self.prefill_seconds_total += timing.prefill_s
+        self.ttft_seconds_total += ttft_s
+
+
+@dataclass(slots=True)
 class FrontMetrics:
     """Counters of one life of the front; `boot_id` changes with it."""
 
@@ -66,6 +84,7 @@ class FrontMetrics:
     # Oddities of conversations and outputs: history_missing_reasoning, malformed_calls, undeclared_calls, ...
     oddities: Counter[str] = field(default_factory=Counter)
     watchdog: Watchdog = field(default_factory=Watchdog)
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     histograms: dict[str, Histogram] = field(default_factory=dict)
     loop_lag: Histogram = field(init=False)
@@ -105,6 +124,7 @@ class FrontMetrics:
         else:
             self.observe("inter_token_latency_seconds", ticket.rank, (now - ticket.last_output_s) / len(output.token_ids))
         if output.timing is not None:
+            self.first_tokens.add(output.timing, now - ticket.started_s)
             self.observe("request_queue_time_seconds", ticket.rank, output.timing.queue_s)
             self.observe("request_prefill_time_seconds", ticket.rank, output.timing.prefill_s)
         self.observe("iteration_tokens_total", ticket.rank, len(output.token_ids))
@@ -150,6 +170,7 @@ def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str
         "requests": _requests(metrics, pool),
         "routing": {"keys": pool.router.num_keys, **asdict(pool.router.counts)},
         "watchdog": asdict(metrics.watchdog),
+        "first_tokens": asdict(metrics.first_tokens),
         "ranks": ranks,
         "totals": totals,
     }

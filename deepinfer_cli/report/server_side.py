@@ -34,6 +34,34 @@ def split_of_ttft(good: pd.DataFrame) -> dict[str, pd.Series[float]]:
     }
 
 
+def mean_split_of_ttft(run: Mapping[str, Any], client_ttft_ms: float | None) -> tuple[dict[str, float], int]:
+    """Metric -> mean ms by the server's counters, and how many first tokens they saw: for harnesses that keep no account per request.
+
+    client_ttft_ms: mean by the client, which the way to the client is the rest of.
+    """
+    after, before = (run.get(name) or {} for name in ("counters_after", "counters_before"))
+    if after.get("boot_id") != before.get("boot_id"):
+        return {}, 0  # a server that started anew counts from zero
+    now, then = (document.get("first_tokens") or {} for document in (after, before))
+
+    def grown(name: str) -> float:
+        return float(now.get(name, 0)) - float(then.get(name, 0))
+
+    count = int(grown("requests_total"))
+    if count <= 0:
+        return {}, 0
+    queue, restore, prefill, whole = (grown(f"{part}_seconds_total") / count * 1e3 for part in ("queue", "restore", "prefill", "ttft"))
+    split = {
+        "ttft_queue": queue,
+        "ttft_restore": restore,
+        "ttft_prefill": prefill,
+        "ttft_front": max(0.0, whole - queue - restore - prefill),
+    }
+    if client_ttft_ms is not None:
+        split["ttft_client"] = max(0.0, client_ttft_ms - whole)
+    return split, count
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
     """What one rank's counters grew by during the run."""

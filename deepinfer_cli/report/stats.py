@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deepinfer_cli.bench.runs import read_run
 from deepinfer_cli.report.intervals import Array
-from deepinfer_cli.report.server_side import Growth, growths, speculation, split_of_ttft
+from deepinfer_cli.report.server_side import Growth, growths, mean_split_of_ttft, speculation, split_of_ttft
 from hicache.errors import ConfigError
 
 STATS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -117,8 +117,13 @@ def summarize(folder: Path) -> Summary:
     good = requests if requests["ok"].all() else requests[requests["ok"]]
     rows = _latencies("all", good) + distribution("all", "itl", itl.astype(np.float32))
     rows += _throughput(good) + _counts(requests) + _cache_rows("all", good)
-    for metric, values in split_of_ttft(good).items():
+    split = split_of_ttft(good)
+    for metric, values in split.items():
         rows += distribution("all", metric, values.to_numpy(dtype=np.float64))
+    if not split:
+        client = float(good["ttft_ms"].mean()) if good["ttft_ms"].notna().any() else None
+        means, count = mean_split_of_ttft(run, client)
+        rows += [Row("all", metric, "mean", value, "ms", count) for metric, value in means.items()]
     for turn, part in good.groupby("turn"):
         rows += _latencies(f"turn {turn}", part) + _cache_rows(f"turn {turn}", part)
         rows += [

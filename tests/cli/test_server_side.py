@@ -11,7 +11,7 @@ import pytest
 
 from deepinfer_cli.bench.runs import read_run, write_json
 from deepinfer_cli.report.explain import MEANINGS
-from deepinfer_cli.report.server_side import PARTS, split_of_ttft
+from deepinfer_cli.report.server_side import PARTS, mean_split_of_ttft, split_of_ttft
 from deepinfer_cli.report.stats import summarize
 from deepinfer_cli.report.tables import by_rank, speculation, ttft_split
 from tests.cli.runs_simulator import simulated_requests, write_run
@@ -48,6 +48,31 @@ def test_runs_of_servers_that_tell_nothing_have_no_parts(folder: Path) -> None:
     silent = summarize(folder).good.assign(server_ttft_ms=float("nan"))
     assert split_of_ttft(silent) == {}
     assert split_of_ttft(pd.DataFrame({"ttft_ms": [1.0]})) == {}
+
+
+def first_tokens(count: int, each_ms: float) -> dict[str, Any]:
+    seconds = count * each_ms / 1e3
+    parts = {"queue": seconds, "restore": seconds / 10, "prefill": 2 * seconds, "ttft": 4 * seconds}
+    return {
+        "boot_id": "one",
+        "first_tokens": {"requests_total": count, **{f"{name}_seconds_total": value for name, value in parts.items()}},
+    }
+
+
+def test_without_an_account_per_request_the_counters_give_the_means(folder: Path) -> None:
+    body = read_run(folder)
+    run = {"counters_before": first_tokens(10, 1.0), "counters_after": first_tokens(30, 11.0)}
+    split, count = mean_split_of_ttft(run, client_ttft_ms=70.0)
+    assert count == 20
+    # (30 * 11 - 10 * 1) / 20 = 16 ms of queue each
+    assert split == pytest.approx({"ttft_queue": 16, "ttft_restore": 1.6, "ttft_prefill": 32, "ttft_front": 14.4, "ttft_client": 6})
+    assert mean_split_of_ttft(run | {"counters_after": first_tokens(30, 11.0) | {"boot_id": "two"}}, 70.0) == ({}, 0)
+    requests = pd.read_parquet(folder / "requests.parquet").assign(server_ttft_ms=float("nan"))
+    requests.to_parquet(folder / "requests.parquet")
+    for name, document in run.items():
+        body[name] = body[name] | document
+    write_json(folder / "run.json", body)
+    assert [row[0] for row in ttft_split(summarize(folder)).rows] == [name for _, _, name, _ in PARTS]
 
 
 def test_the_report_shows_parts_differences_and_speculation(folder: Path, dix: Dix, tmp_path: Path) -> None:

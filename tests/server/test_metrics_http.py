@@ -82,6 +82,8 @@ def test_counters_agree_with_what_clients_were_told(fake: FakeServer) -> None:
     assert grown("requests", "finished_total", "stop") == 3
     assert grown("requests", "finished_total", "length") == 1
     assert grown("requests", "rejected_total", "400") == 1
+    assert grown("first_tokens", "requests_total") == 4
+    assert after["first_tokens"]["ttft_seconds_total"] > before["first_tokens"]["ttft_seconds_total"]
 
 
 def test_choices_of_one_prompt_tell_what_the_first_reused_while_ranks_count_each(fake: FakeServer) -> None:
