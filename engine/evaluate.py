@@ -1,55 +1,53 @@
-"""Held-out scores of the embedded model through the serving engine: exact answers by family, a control, acceptance, perplexity.
+"""Held-out scores of the embedded model: exact answers by family, a control, drafts, perplexity.
 
 The prompts are shipped with the checkpoint and were never seen in training. Library part of `dix model eval`.
 """
 
 from __future__ import annotations
 
-import copy
-import gzip
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from engine.eval_prompts import EvalPrompt, Reply, is_right, obeys_schema, read_reply, shuffled
 from engine.llm import LLM, GenerationProgress
-from engine.models import tiny_encoding
-from engine.models.tiny import TRAINED_DIR
 from engine.request import SamplingParams
+from engine.spec_stats import DraftRecorder, measure_drafts
 
-PROMPTS_FILE = TRAINED_DIR / "eval_prompts.json.gz"
 MAX_ANSWER_TOKENS = 400
 # Plain text is scored at every 16th token from the 32nd to the 256th.
 PERPLEXITY_TOKENS, PERPLEXITY_START, PERPLEXITY_STRIDE = 256, 32, 16
 # Sets whose prompts are asked again with another conversation's context; the score must fall to chance.
 CONTROL_SETS = ("recall_500", "document_500")
 CONTROL_PROMPTS = 12
-# Least share of exact answers that the shipped checkpoint must reach, by set.
+# Least share of exact answers that the shipped checkpoint must reach, by set; "schema": answers of `json` that obey theirs.
 FLOORS = {
     "recall_500": 0.95, "recall_2000": 0.90, "recall_6000": 0.85, "document_500": 0.85, "document_2000": 0.80, "document_6000": 0.70,
-    "tool_call": 0.90, "tool_answer": 0.95, "json": 0.85, "addition": 0.80, "addition_thinking": 0.80,
+    "tool_call": 0.90, "tool_answer": 0.95, "json": 0.85, "schema": 0.85, "addition": 0.80, "addition_thinking": 0.80,
 }  # fmt: skip
+# One set per family, equally many prompts of each: a mean over other mixtures is another number, as copies of random text are
+# hard to draft and calls are easy.
+DRAFT_SETS = (
+    "recall_500",
+    "document_500",
+    "tool_call",
+    "tool_answer",
+    "tool_none",
+    "json",
+    "addition",
+    "addition_thinking",
+    "copy",
+    "chat",
+)
+DRAFT_PROMPTS = 24
+DRAFT_FLOORS = {"all": 2.5, "without copy": 3.5}  # mean kept drafts of a block of five
+CALIBRATION_LIMIT = 0.03  # expected calibration error at every place of the block
 
-
-@dataclass(frozen=True, slots=True)
-class EvalPrompt:
-    """messages without the last answer; effort None is chat mode; expected: `content` and `tool_calls` of the answer."""
-
-    set: str
-    messages: list[dict[str, Any]]
-    effort: str | int | None
-    expected: dict[str, Any]
-
-    @property
-    def mode(self) -> str:
-        return "chat" if self.effort is None else "thinking"
-
-    def render(self) -> str:
-        """The prompt as the chat encoder writes it."""
-        return str(tiny_encoding.encode_messages(self.messages, self.mode, reasoning_effort=self.effort))
+# Answers of one set's prompts, in order. Its name is for progress only.
+Ask = Callable[[str, list[EvalPrompt]], list[Reply | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +71,41 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """accepted: mean accepted drafts of a verification by family, empty without speculation. wrong: (set, wanted, got) of each miss."""
+class DraftScores:
+    """Kept drafts of a verification when every draft is verified. kept: by set, "all" and "without copy".
 
-    scores: dict[str, Score]
-    control: dict[str, Score]
-    accepted: dict[str, float] = field(default_factory=dict)
-    accepted_by_place: list[float] = field(default_factory=list)
-    perplexity: float | None = None
-    wrong: list[tuple[str, str, str]] = field(default_factory=list)
+    by_place and calibration: acceptance of a draft whose predecessors were kept, and the confidences' expected error.
+    """
+
+    kept: dict[str, float]
+    by_place: list[float]
+    calibration: list[float]
 
     @property
     def passed(self) -> bool:
-        return all(score.passed for score in self.scores.values())
+        enough = all(self.kept[name] >= floor for name, floor in DRAFT_FLOORS.items())
+        return enough and max(self.calibration) <= CALIBRATION_LIMIT
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "kept_mean": self.kept, "floors": DRAFT_FLOORS, "accepted_by_place": self.by_place,
+            "calibration_error_by_place": self.calibration, "calibration_limit": CALIBRATION_LIMIT, "passed": self.passed,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """wrong: (set, wanted, got) of each miss. drafts: None without speculation or over HTTP, perplexity as well."""
+
+    scores: dict[str, Score]
+    control: dict[str, Score]
+    wrong: list[tuple[str, str, str]] = field(default_factory=list)
+    drafts: DraftScores | None = None
+    perplexity: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(score.passed for score in self.scores.values()) and (self.drafts is None or self.drafts.passed)
 
     def document(self) -> dict[str, Any]:
         """JSON form."""
@@ -93,117 +113,62 @@ class Evaluation:
             "passed": self.passed,
             "scores": {name: score.record() for name, score in self.scores.items()},
             "control": {name: score.record() for name, score in self.control.items()},
-            "spec": {"accepted_mean": self.accepted, "accepted_by_place": self.accepted_by_place},
+            "drafts": None if self.drafts is None else self.drafts.record(),
             "text_perplexity": self.perplexity,
         }
 
 
-def load_prompts(path: Path = PROMPTS_FILE) -> tuple[list[EvalPrompt], list[str]]:
-    """The shipped prompts and plain texts. Raises: FileNotFoundError when the package was built without them."""
-    data = json.loads(gzip.decompress(path.read_bytes()).decode("utf-8"))
-    return [EvalPrompt(**prompt) for prompt in data["prompts"]], data["texts"]
-
-
-def is_right(prompt: EvalPrompt, text: str) -> bool:
-    """Whether a completion (without its end token) is the expected answer; reasoning is free.
-
-    With a schema the answer may order keys as it likes, as long as the values are the expected ones.
-    """
-    try:
-        message = tiny_encoding.parse_message_from_completion_text(text + tiny_encoding.eos_token, prompt.mode)
-    except ValueError:
-        return False
-    if prompt.set == "json":
-        return _same_json(message["content"], prompt.expected["content"])
-    return message["content"] == prompt.expected["content"] and _calls(message["tool_calls"]) == _calls(prompt.expected["tool_calls"])
-
-
-def _same_json(got: str, wanted: str) -> bool:
-    try:
-        return bool(json.loads(got) == json.loads(wanted))
-    except json.JSONDecodeError:
-        return False
-
-
-def _calls(calls: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
-    found = []
-    for call in calls:
-        function = call.get("function", call)
-        arguments = function["arguments"]
-        found.append((function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments))
-    return found
-
-
-def shuffled(prompts: list[EvalPrompt]) -> list[EvalPrompt]:
-    """Each prompt's last question behind the context of the next prompt of its list; prompts of a single turn are left out."""
-    turns = [prompt for prompt in prompts if sum(m["role"] == "user" for m in prompt.messages) > 1]
-    pairs = zip(turns, turns[1:] + turns[:1], strict=True)
-    return [EvalPrompt(own.set, [*other.messages[:-1], own.messages[-1]], own.effort, own.expected) for own, other in pairs]
-
-
-def evaluate(
-    llm: LLM, prompts: list[EvalPrompt], texts: Sequence[str] = (), on_progress: Callable[[str, GenerationProgress], None] | None = None
-) -> Evaluation:
-    """Ask every prompt greedily, set by set, then the controls. texts: for the perplexity, left out when empty."""
-    by_set: dict[str, list[EvalPrompt]] = defaultdict(list)
-    for prompt in prompts:
-        by_set[prompt.set].append(prompt)
+def score_answers(ask: Ask, prompts: Sequence[EvalPrompt]) -> Evaluation:
+    """Ask every prompt, set by set, then the controls."""
+    by_set = _by_set(prompts)
     scores: dict[str, Score] = {}
     control: dict[str, Score] = {}
-    accepted: dict[str, float] = {}
     wrong: list[tuple[str, str, str]] = []
-    before_all = _drafted(llm)
     for name, asked in by_set.items():
-        before = _drafted(llm)
-        right, misses = _ask(llm, asked, name, on_progress)
+        replies = ask(name, asked)
+        misses = [(name, json.dumps(p.expected), str(r)) for p, r in zip(asked, replies, strict=True) if not is_right(p, r)]
         wrong += misses
-        scores[name] = Score(right, len(asked), FLOORS.get(name))
-        accepted |= _accepted_since(llm, before, name)
-    accepted |= _accepted_since(llm, before_all, "all")
-    places = _by_place(llm, before_all)
+        scores[name] = Score(len(asked) - len(misses), len(asked), FLOORS.get(name))
+        with_schema = [obeys_schema(p, r) for p, r in zip(asked, replies, strict=True) if p.schema is not None]
+        if with_schema:
+            scores["schema"] = Score(sum(with_schema), len(with_schema), FLOORS["schema"])
     for name in CONTROL_SETS:
-        asked = shuffled(by_set[name])[:CONTROL_PROMPTS]
+        asked = shuffled(by_set.get(name, []))[:CONTROL_PROMPTS]
         if asked:
-            control[name] = Score(_ask(llm, asked, f"control {name}", on_progress)[0], len(asked))
-    return Evaluation(scores, control, accepted, places, text_perplexity(llm, texts) if texts else None, wrong)
+            replies = ask(f"control {name}", asked)
+            control[name] = Score(sum(is_right(p, r) for p, r in zip(asked, replies, strict=True)), len(asked))
+    return Evaluation(scores, control, wrong)
 
 
-def _ask(
-    llm: LLM, asked: list[EvalPrompt], name: str, on_progress: Callable[[str, GenerationProgress], None] | None
-) -> tuple[int, list[tuple[str, str, str]]]:
-    ids = [llm.tokenizer.encode(prompt.render()) for prompt in asked]
-    report = None if on_progress is None else (lambda progress: on_progress(name, progress))
-    greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
-    results = llm.generate(prompt_token_ids=ids, params=greedy, on_progress=report)
-    misses = [
-        (name, json.dumps(prompt.expected, ensure_ascii=False), result.text)
-        for prompt, result in zip(asked, results, strict=True)
-        if not is_right(prompt, result.text)
-    ]
-    return len(asked) - len(misses), misses
+def ask_engine(llm: LLM, on_progress: Callable[[str, GenerationProgress], None] | None = None) -> Ask:
+    """Answers of an engine in this process, greedily, without a grammar."""
+
+    def ask(name: str, asked: list[EvalPrompt]) -> list[Reply | None]:
+        ids = [llm.tokenizer.encode(prompt.render()) for prompt in asked]
+        report = None if on_progress is None else (lambda progress: on_progress(name, progress))
+        results = llm.generate(prompt_token_ids=ids, params=_greedy(), on_progress=report)
+        return [read_reply(prompt, result.text) for prompt, result in zip(asked, results, strict=True)]
+
+    return ask
 
 
-def _drafted(llm: LLM) -> dict[str, Any]:
-    spec = llm.engine.stats().get("spec", {})
-    return copy.deepcopy(spec)  # counters by place are live dictionaries
-
-
-def _accepted_since(llm: LLM, before: dict[str, Any], name: str) -> dict[str, float]:
-    now = _drafted(llm)
-    steps = now.get("drafts_total", 0) - before.get("drafts_total", 0)
-    tokens = now.get("accepted_tokens_total", 0) - before.get("accepted_tokens_total", 0)
-    return {name: round(tokens / steps, 3)} if steps else {}
-
-
-def _by_place(llm: LLM, before: dict[str, Any]) -> list[float]:
-    """Share of verified drafts that were kept, by place in the block."""
-    now = _drafted(llm)
-    verified, kept = now.get("verified_by_place_total", {}), now.get("accepted_by_place_total", {})
-    shares = []
-    for place, count in verified.items():
-        seen = count - before["verified_by_place_total"][place]
-        shares.append(round((kept[place] - before["accepted_by_place_total"][place]) / seen, 4) if seen else 0.0)
-    return shares
+def score_drafts(llm: LLM, prompts: Sequence[EvalPrompt], on_set: Callable[[str], None] = lambda name: None) -> DraftScores:
+    """How many drafts of a block are kept when all are verified, over `DRAFT_PROMPTS` prompts of each of `DRAFT_SETS`."""
+    by_set = _by_set(prompts)
+    everything, without_copy = DraftRecorder(), DraftRecorder()
+    kept: dict[str, float] = {}
+    for name in (name for name in DRAFT_SETS if name in by_set):
+        on_set(name)
+        ids = [llm.tokenizer.encode(prompt.render()) for prompt in by_set[name][:DRAFT_PROMPTS]]
+        recorder = DraftRecorder()
+        kept[name] = round(measure_drafts(llm.engine, ids, _greedy(), recorder).accepted_per_round, 3)
+        everything.add(recorder)
+        if name != "copy":
+            without_copy.add(recorder)
+    whole = everything.report()
+    kept["all"] = round(whole.accepted_per_round, 3)
+    kept["without copy"] = round(without_copy.report().accepted_per_round, 3)
+    return DraftScores(kept, [round(p.acceptance, 4) for p in whole.places], [round(p.calibration_error, 4) for p in whole.places])
 
 
 def text_perplexity(llm: LLM, texts: Sequence[str]) -> float:
@@ -221,3 +186,14 @@ def text_perplexity(llm: LLM, texts: Sequence[str]) -> float:
             total -= result.logprobs[0].logprob
             count += 1
     return round(math.exp(total / max(count, 1)), 2)
+
+
+def _by_set(prompts: Sequence[EvalPrompt]) -> dict[str, list[EvalPrompt]]:
+    by_set: dict[str, list[EvalPrompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_set[prompt.set].append(prompt)
+    return by_set
+
+
+def _greedy() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)

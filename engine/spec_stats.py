@@ -54,8 +54,13 @@ class DraftReport:
     places: list[PlaceReport]
 
     @property
+    def accepted_per_round(self) -> float:
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
     def tokens_per_round(self) -> float:
-        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+        """The kept drafts and the token behind them."""
+        return 1 + self.accepted_per_round if self.rounds else 0.0
 
     @property
     def temperatures(self) -> str:
@@ -90,6 +95,16 @@ class DraftRecorder:
                     self._samples.append([])
                 self._samples[place].append((self._confidence[seq.seq_id][place], place < kept))
 
+    def add(self, other: DraftRecorder) -> None:
+        """Count another recorder's rounds as well."""
+        self.rounds += other.rounds
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        for place, samples in enumerate(other._samples):
+            while len(self._samples) <= place:
+                self._samples.append([])
+            self._samples[place] += samples
+
     def report(self) -> DraftReport:
         places = [_place_report(place, samples) for place, samples in enumerate(self._samples, 1)]
         everything = [sample for samples in self._samples for sample in samples]
@@ -97,8 +112,10 @@ class DraftRecorder:
         return DraftReport(self.rounds, self.drafted, self.accepted, error, places)
 
 
-def measure_drafts(engine: Engine, prompts: Items[Items[int]], params: SamplingParams | None = None) -> DraftReport:
-    """Generate behind every prompt and verify every draft. Without `params`: 64 greedy tokens each.
+def measure_drafts(
+    engine: Engine, prompts: Items[Items[int]], params: SamplingParams | None = None, recorder: DraftRecorder | None = None
+) -> DraftReport:
+    """Generate behind every prompt and verify every draft. Without `params`: 64 greedy tokens each. recorder: where to count.
 
     Raises:
         ConfigError: the engine drafts nothing.
@@ -107,7 +124,7 @@ def measure_drafts(engine: Engine, prompts: Items[Items[int]], params: SamplingP
     drafter = engine.drafter
     if drafter is None:
         raise ConfigError("this engine drafts nothing", hint="a checkpoint with draft stages, --spec, --num-draft-tokens above 0")
-    recorder, policy = DraftRecorder(), drafter.policy
+    recorder, policy = recorder or DraftRecorder(), drafter.policy
     drafter.recorder, drafter.policy = recorder, FixedLength()
     try:
         for number, ids in enumerate(prompts):

@@ -13,6 +13,7 @@ from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
 from deepinfer_cli.options import command
+from deepinfer_cli.servers import connect
 from deepinfer_cli.ui import Column
 from deepinfer_cli.units import show_bytes
 from engine.errors import CheckpointError
@@ -162,20 +163,35 @@ def _verify(
 
 
 def _eval(
-    call: Invocation, model: Annotated[str | None, typer.Argument(metavar="MODEL", help="tiny, or a copy of it trained anew.")] = None
+    call: Invocation,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="tiny, or a copy of it trained anew.")] = None,
+    http: Annotated[bool, typer.Option("--http", help="Ask a running server, every prompt with and without its prefix cache.")] = False,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="P", help="With --http: port on this machine.  [default: the running server's]")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="With --http: a server elsewhere.")] = None,
 ) -> int:
     """Score the embedded model on prompts that its training never saw.
 
       dix model eval tiny
       dix model eval ./tiny --json
+      dix model eval tiny --http --port 8901
 
     Greedy, through the serving engine. The controls ask the same questions behind another conversation: only a model that
-    does not read its context scores there. Exit code 1 when a score is below its floor.
+    does not read its context scores there. With --http the server's grammar shapes the JSON answers; drafts and plain text are
+    scored in this process only. Exit code 1 when a score is below its floor or the cache changes an answer.
     Next: dix chat tiny
     """
     from deepinfer_cli import scoring
     from deepinfer_cli.models import resolve_model
 
+    if not http and (port is not None or url is not None):
+        raise ConfigError("--port and --url name a server, but nothing was said to be asked of one", hint="add --http")
+    if http:
+        api = connect(call, port, url)
+        evaluation, proof = scoring.score_server(call, api)
+        scoring.show(call, api.model(), evaluation, proof)
+        return ExitCode.OK if evaluation.passed and proof.different == 0 else ExitCode.NO
     directory, name = resolve_model(call, model)
     evaluation = scoring.score(call, directory)
     scoring.show(call, name, evaluation)

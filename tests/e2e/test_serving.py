@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import Server, wait_until
+from tests.e2e.terminal import Terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PAGE, KEEP = 128, 140
@@ -50,6 +53,34 @@ def test_the_answers_that_the_readme_shows(client: openai.OpenAI, question: str,
     done = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": question}], temperature=0, max_tokens=64)
     assert done.choices[0].message.content == answer
     assert answer in README.read_text(encoding="utf-8")
+
+
+def readme_talk() -> list[tuple[str, str]]:
+    """(typed, answered) of the talk that the README shows."""
+    talk = README.read_text(encoding="utf-8").split("--think off\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    return [(asked.removeprefix("> "), answer) for asked, answer in zip(talk[::2], talk[1::2], strict=True)]
+
+
+def test_the_talk_in_the_readme_is_repeated_at_a_terminal(server: Server) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "deepinfer_cli",
+        "chat",
+        "--port",
+        str(server.port),
+        "--temperature",
+        "0",
+        "--think",
+        "off",
+        "--no-color",
+    ]
+    with Terminal(command, {**os.environ, "DIX_HOME": str(server.dix.home), "TERM": "dumb"}) as terminal:
+        for asked, answer in readme_talk():
+            terminal.read_until("> ")
+            terminal.type(asked)
+            seen = terminal.read_until("prefix cache")
+            assert seen.splitlines()[1] == answer, seen
 
 
 def test_later_turns_report_the_cached_tokens_that_the_rule_predicts(client: openai.OpenAI) -> None:

@@ -1,26 +1,35 @@
-"""Scoring of held-out answers, on a scripted engine and on the shipped prompts."""
+"""Scoring of held-out answers, on scripted answers and on the shipped prompts."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine import evaluate as module
-from engine.evaluate import EvalPrompt, Score, evaluate, is_right, load_prompts, shuffled
-from engine.request import FinishReason
+from engine.eval_prompts import EvalPrompt, Reply, is_right, load_prompts, obeys_schema, read_reply, shuffled
+from engine.evaluate import DraftScores, Evaluation, Score, score_answers
 
 CALL = (
     '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="false">1</｜DSML｜ parameter>\n'
     "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
 )
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 
 
-def prompt(name: str = "chat", content: str = "Hi.", calls: list[dict[str, Any]] | None = None, effort: str | None = None) -> EvalPrompt:
-    return EvalPrompt(name, [{"role": "user", "content": "Hello"}], effort, {"content": content, "tool_calls": calls or []})
+def prompt(
+    name: str = "chat", content: str = "Hi.", calls: list[dict[str, Any]] | None = None, effort: str | None = None, schema: Any = None
+) -> EvalPrompt:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+    if schema:
+        messages.insert(0, {"role": "system", "content": "", "response_format": schema})
+    return EvalPrompt(name, messages, effort, {"content": content, "tool_calls": calls or []})
 
 
 @pytest.mark.parametrize(
@@ -38,7 +47,32 @@ def prompt(name: str = "chat", content: str = "Hi.", calls: list[dict[str, Any]]
     ],
 )
 def test_only_the_expected_answer_is_right(asked: EvalPrompt, text: str, right: bool) -> None:
-    assert is_right(asked, text) is right
+    assert is_right(asked, read_reply(asked, text)) is right
+
+
+def test_an_openai_message_and_a_completion_say_the_same() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert Reply.of(None, [call]) == read_reply(prompt(), CALL)
+    assert Reply.of("", [{"function": {"name": "f", "arguments": "{"}}]).tool_calls == (("f", "{"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"n": 1}', True),
+        ('{"tags": ["a"], "n": 1}', True),
+        ('{"n": "1"}', False),
+        ('{"n": true}', False),
+        ('{"tags": []}', False),
+        ('{"n": 1, "tags": [1]}', False),
+        ('{"n": 1, "more": 2}', False),
+        ('[{"n": 1}]', False),
+        ('{"n": 1', False),
+    ],
+)
+def test_an_answer_obeys_its_schema_or_not(text: str, fits: bool) -> None:
+    asked = prompt("json", schema=SCHEMA)
+    assert obeys_schema(asked, read_reply(asked, text)) is fits
 
 
 def test_a_score_passes_at_its_floor() -> None:
@@ -47,39 +81,29 @@ def test_a_score_passes_at_its_floor() -> None:
     assert Score(0, 20).passed
 
 
-NO_DRAFTS = {"drafts_total": 0, "accepted_tokens_total": 0, "verified_by_place_total": {"1": 0}, "accepted_by_place_total": {"1": 0}}
-
-
-@dataclass
-class ScriptedLLM:
-    """Answers every prompt with the next text; counts two verifications and five kept drafts per call."""
-
-    texts: list[str]
-    spec: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(NO_DRAFTS)))
-
-    def __post_init__(self) -> None:
-        self.tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text])
-        self.engine = SimpleNamespace(stats=lambda: {"spec": self.spec})
-
-    def generate(self, *, prompt_token_ids: list[list[int]], params: Any, on_progress: Any = None) -> list[Any]:
-        assert params.temperature == 0
-        self.spec["drafts_total"] += 2
-        self.spec["accepted_tokens_total"] += 5
-        self.spec["verified_by_place_total"]["1"] += 2
-        self.spec["accepted_by_place_total"]["1"] += 1
-        return [SimpleNamespace(text=self.texts.pop(0), finish_reason=FinishReason.STOP) for _ in prompt_token_ids]
-
-
 def test_scores_are_by_set_and_misses_are_named() -> None:
-    llm: Any = ScriptedLLM(["Hi.", "no", "Hi."])
-    result = evaluate(llm, [prompt(), prompt("recall_500"), prompt()])
+    texts = {"chat": ["Hi.", "no"], "recall_500": ["Hi."], "json": ['{"n": 2}']}
+    asked = [prompt(), prompt("recall_500"), prompt(), prompt("json", '{"n": 1}', schema=SCHEMA)]
+
+    def ask(name: str, prompts: list[EvalPrompt]) -> list[Reply | None]:
+        return [read_reply(p, texts[name].pop(0)) for p in prompts]
+
+    result = score_answers(ask, asked)
     assert result.scores["chat"] == Score(1, 2)
     assert result.scores["recall_500"] == Score(1, 1, module.FLOORS["recall_500"])
-    assert [miss[0] for miss in result.wrong] == ["chat"]
-    assert result.accepted == {"chat": 2.5, "recall_500": 2.5, "all": 2.5}
-    assert result.accepted_by_place == [0.5]
-    assert result.passed
+    assert result.scores["json"].right == 0
+    assert result.scores["schema"] == Score(1, 1, module.FLOORS["schema"])
+    assert [miss[0] for miss in result.wrong] == ["chat", "json"]
+    assert not result.passed
     assert json.loads(json.dumps(result.document()))["scores"]["chat"]["share"] == 0.5
+
+
+def test_drafts_below_a_floor_or_miscalibrated_fail_an_evaluation() -> None:
+    good = DraftScores({"all": 2.5, "without copy": 3.5}, [0.9], [0.03])
+    assert Evaluation({}, {}, drafts=good).passed
+    assert not Evaluation({}, {}, drafts=DraftScores({"all": 2.4, "without copy": 3.5}, [0.9], [0.03])).passed
+    assert not Evaluation({}, {}, drafts=DraftScores({"all": 2.5, "without copy": 3.4}, [0.9], [0.03])).passed
+    assert not Evaluation({}, {}, drafts=DraftScores(good.kept, [0.9], [0.031])).passed
 
 
 def test_the_control_asks_behind_another_conversation() -> None:
@@ -99,7 +123,8 @@ def test_the_control_asks_behind_another_conversation() -> None:
 
 def test_the_shipped_prompts_render_and_cover_every_floor() -> None:
     prompts, texts = load_prompts()
-    assert set(module.FLOORS) <= {p.set for p in prompts}
+    assert set(module.FLOORS) - {"schema"} <= {p.set for p in prompts}
+    assert all(p.schema is None or obeys_schema(p, Reply.of(p.expected["content"], None)) for p in prompts)
     assert len(texts) >= 4
     for p in prompts[::17]:
         assert p.render().endswith("<｜Assistant｜>" + ("</think>" if p.effort is None else "<think>"))
