@@ -250,6 +250,11 @@ class Engine:
         """(attempt, any): the intervals in force, in decode steps."""
         return self.scheduler.gate.attempt_interval, self.scheduler.gate.any_interval
 
+    @property
+    def kv_format(self) -> str:
+        """Names the bytes of a page and a state, which with the model's fingerprint decide the keys of the prefix cache."""
+        return str(self.runner.kv.format_id)
+
     def stats(self) -> dict[str, Any]:
         """This rank's figures: see `engine/metrics.py`. Numbers only."""
         record = rank_record(self.scheduler, self._steps, self.cache.stats())

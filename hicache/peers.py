@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from hicache.host_pool import HostArena
 from hicache.index import NONE
-from hicache.records import Kind, Record, Records
+from hicache.published import PublishedIndex
+from hicache.records import Record
 from hicache.segment import CacheHome, Layout, Segment, SegmentRefused, open_peer, process_start
 from hicache.transfer import Transfer
 
@@ -40,64 +41,15 @@ class PeerMatch:
         return [*self.pages, *self.state]
 
 
-class Peer:
-    """One peer's segment as a reader sees it."""
+class Peer(PublishedIndex):
+    """One peer's segment as a reader sees it, and what it takes to copy from there."""
 
     def __init__(self, segment: Segment, own_rank: int) -> None:
+        super().__init__(segment)
         layout = segment.layout
-        self.segment, self.records = segment, Records(segment)
         self.arena = HostArena(layout.num_frames, layout.frame_bytes, segment)
         self.transfer: Transfer | None = None  # made by the first restore
         self._row = LeaseRow(segment, own_rank)
-        self._pages: dict[bytes, int] = {}
-        self._states: dict[bytes, int] = {}
-        self._described: dict[int, tuple[Kind, bytes]] = {}
-        self._seen = 0
-        self._scan()
-
-    def _scan(self) -> None:
-        self._seen = self.records.head
-        for table in (self._pages, self._states, self._described):
-            table.clear()
-        for frame in range(self.records.num_frames):
-            self._look(frame)
-
-    def refresh(self) -> None:
-        """Follow what the owner changed since the last look."""
-        head = self.records.head
-        changed = self.records.changes(self._seen)
-        if changed is None:
-            self._scan()
-            return
-        for frame in set(changed):
-            self._look(frame)
-        self._seen = head
-
-    def _look(self, frame: int) -> None:
-        known = self._described.pop(frame, None)
-        if known is not None:
-            table = self._pages if known[0] is Kind.PAGE else self._states
-            if table.get(known[1]) == frame:
-                del table[known[1]]
-        record = self.records.read(frame)
-        if record is None or record.kind is Kind.MORE:
-            return
-        self._described[frame] = record.kind, record.key
-        (self._pages if record.kind is Kind.PAGE else self._states)[record.key] = frame
-
-    def find(self, keys: Sequence[bytes], most_pages: int) -> tuple[int, list[int], int]:
-        """(pages up to the deepest usable state, their frames, the state's first frame); (0, [], -1) when there is none."""
-        frames: list[int] = []
-        for key in keys[:most_pages]:
-            frame = self._pages.get(key)
-            if frame is None:
-                break
-            frames.append(frame)
-        for count in range(len(frames), 0, -1):
-            state = self._states.get(keys[count - 1])
-            if state is not None:
-                return count, frames[:count], state
-        return 0, [], NONE
 
     def lease(self, tokens: int, pages: list[int], state: int, keys: Sequence[bytes]) -> PeerMatch | None:
         """Keep the frames as they are until `release`. None when they have changed or are leased too often."""

@@ -93,11 +93,11 @@ class Layout:
 class Segment:
     """An open segment. `reused`: what a former owner left is in it. `note`: why a former one was refused, or ""."""
 
-    def __init__(self, path: Path, descriptor: int, layout: Layout, *, reused: bool, note: str = "") -> None:
+    def __init__(self, path: Path, descriptor: int, layout: Layout, *, reused: bool, note: str = "", writable: bool = True) -> None:
         self.path, self.layout, self.reused, self.note = path, layout, reused, note
         self._descriptor = descriptor
         self._reserved = 0  # a former owner may have reserved less than all
-        self.mapping = mmap.mmap(descriptor, layout.num_bytes)
+        self.mapping = mmap.mmap(descriptor, layout.num_bytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     @property
     def epoch(self) -> int:
@@ -165,6 +165,26 @@ def open_peer(path: Path, layout: Layout) -> Segment:
         check_owner(path, descriptor)
         check_header(path, os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size, layout)
         return Segment(path, descriptor, layout, reused=True)
+    finally:
+        os.close(descriptor)  # the mapping keeps the file
+
+
+def open_published(path: Path, proof: bytes) -> Segment:
+    """A rank's segment for a reader outside the ranks, mapped read-only and without a part in its leases. proof: see `KeySpace.proof`.
+
+    Raises:
+        SegmentRefused: not a segment, or not of that model, format and server. OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        check_owner(path, descriptor)
+        header = os.pread(descriptor, HEADER_BYTES, 0)
+        if len(header) < HEADER_BYTES:
+            raise SegmentRefused(f"{path} is not a cache segment")
+        _, _, page_tokens, frames_per_state, ranks, frame_bytes, num_frames, _ = _FIXED.unpack(header[: _FIXED.size])
+        layout = Layout(num_frames, frame_bytes, frames_per_state, page_tokens, ranks, proof)
+        check_header(path, header, os.fstat(descriptor).st_size, layout)
+        return Segment(path, descriptor, layout, reused=True, writable=False)
     finally:
         os.close(descriptor)  # the mapping keeps the file
 

@@ -12,12 +12,15 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
 
+from hicache.config import HiCacheConfig
+from hicache.keys import KeySpace
 from server import parent_death
 from server.app import create_app
 from server.connection import Connection
@@ -29,7 +32,10 @@ from server.launch import Launch, load_launch
 from server.logs import open_log
 from server.metrics import FrontMetrics
 from server.prometheus import RankCollector
+from server.prompt_keys import BLOCK
+from server.rank_index import RankIndexes
 from server.rank_pool import RankPool
+from server.route_cost import RestoreRule
 from server.router import Router
 from server.tenants import Tenants
 from server.text import load_text
@@ -49,6 +55,13 @@ def build_front(launch: Launch) -> Front:
     metrics.registry.register(RankCollector(metrics, pool, launch.server.metric_namespaces))
     tenants = Tenants(launch.hicache.isolation, launch.read_cache_secret())
     return Front(launch, pool, metrics, Workers(), GrammarCheck(launch.engine.model), tenants)
+
+
+def restore_rule(hicache: HiCacheConfig, keep_tokens: int) -> RestoreRule | None:
+    """What the router must know of the ranks' caches; None when they have none."""
+    if not hicache.enabled or keep_tokens <= 0:
+        return None
+    return RestoreRule(keep_tokens, hicache.min_restore_tokens, hicache.herd_min_tokens)
 
 
 class Control:
@@ -106,7 +119,25 @@ class Control:
         if pool.serving or self._ready_generation != pool.generation or not pool.all_connected or not self.front.text_loaded:
             return
         pool.serving = True
+        self._open_indexes()
         self.tell({"event": "serving", "generation": pool.generation})
+
+    def _open_indexes(self) -> None:
+        """For routing by cost: read what the ranks' caches hold. Requests that come earlier are routed by what was sent where."""
+        launch, pool, limits = self.front.launch, self.front.pool, self.front.pool.limits
+        if launch.server.routing != "cost" or limits is None or not limits.kv_format or limits.block_size != BLOCK:
+            return
+        pool.router.costs.rule = restore_rule(launch.hicache, limits.keep_tokens)
+        if pool.router.costs.rule is None:
+            return
+        space = KeySpace(limits.fingerprint, limits.kv_format, limits.block_size, secret=launch.read_cache_secret())
+        paths = {view.rank: launch.cache_home(view.rank).path(view.rank) for view in pool.ranks}
+        shared, generation = launch.hicache.share and launch.hicache.segment == "auto", pool.generation
+
+        def attach(indexes: RankIndexes) -> None:
+            pool.ask_caches(indexes, generation)
+
+        self.front.workers.then(partial(RankIndexes.open, shared=shared), space, paths, callback=attach)
 
     async def _finish(self) -> None:
         self.front.pool.draining = True

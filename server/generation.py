@@ -17,8 +17,8 @@ from server.errors import ApiError, BadRequest, Unavailable
 from server.front_state import Front
 from server.output_parser import Delta, OutputParser
 from server.poison import fingerprint
+from server.prompt_keys import PromptKeys, prompt_keys
 from server.rank_pool import new_engine_id
-from server.router import PromptKeys, prompt_keys
 from server.schemas import CommonRequest
 from server.tickets import Ticket
 from server.tools import Tools
@@ -128,9 +128,9 @@ class Generation:
                 pool.router.ended(keys, prompt_len, rank)
 
         if len(token_ids) <= INLINE_TOKENS:
-            ended(prompt_keys(token_ids, self.salt))
+            ended(prompt_keys(token_ids, self.salt, pool.key_space))
         else:
-            self.front.workers.then(prompt_keys, token_ids, self.salt, callback=ended)
+            self.front.workers.then(prompt_keys, token_ids, self.salt, pool.key_space, callback=ended)
 
 
 def resolve_max_tokens(front: Front, request: CommonRequest, prompt_len: int, default: int) -> int:
@@ -172,7 +172,8 @@ async def begin(
     explain = wants_explanation(http)
     salt = front.tenants.salt(http.state.key_id, request.cache_salt)
     inline = len(prompt_ids) <= INLINE_TOKENS
-    keys = prompt_keys(prompt_ids, salt) if inline else await front.workers.run(prompt_keys, prompt_ids, salt)
+    space = front.pool.key_space
+    keys = prompt_keys(prompt_ids, salt, space) if inline else await front.workers.run(prompt_keys, prompt_ids, salt, space)
     try:
         requests = [
             Request(

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from engine.request import Output, Timing
 from server.rank_pool import RankPool
+from server.router import Router
 from server.tickets import Ticket
 from server.totals import Record, added, empty_record
 
@@ -168,12 +169,22 @@ def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str
         "model": metrics.model,
         "state": state,
         "requests": _requests(metrics, pool),
-        "routing": {"keys": pool.router.num_keys, **asdict(pool.router.counts)},
+        "routing": _routing(pool.router),
         "watchdog": asdict(metrics.watchdog),
         "first_tokens": asdict(metrics.first_tokens),
         "ranks": ranks,
         "totals": totals,
     }
+
+
+def _routing(router: Router) -> Record:
+    """asked_ranks: whose caches the router can ask. prices: of a restored token in computed ones."""
+    record: Record = {"keys": router.num_keys, **asdict(router.counts)}
+    if router.policy == "cost":
+        record["asked_ranks"] = len(router.stored) if router.stored is not None else 0
+        record["in_flight"] = len(router.costs.in_flight)
+        record["prices"] = {source: round(router.costs.price(source), 6) for source in router.costs.restored}
+    return record
 
 
 def _requests(metrics: FrontMetrics, pool: RankPool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Fault(msgspec.Struct, tag="fault", frozen=True):
 
 
 class RankLimits(msgspec.Struct, frozen=True):
-    """What the front must know of an engine. Tokens, sequences and blocks."""
+    """What the front must know of an engine. Tokens, sequences and blocks. fingerprint, kv_format: of the page keys of its cache."""
 
     max_model_len: int
     max_num_seqs: int
@@ -66,6 +66,8 @@ class RankLimits(msgspec.Struct, frozen=True):
     block_size: int
     precision: str = ""
     device: str = ""
+    fingerprint: str = ""
+    kv_format: str = ""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

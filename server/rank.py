@@ -39,6 +39,8 @@ class EngineLike(Protocol):
     limits: Any
 
     @property
+    def kv_format(self) -> str: ...
+    @property
     def idle(self) -> bool: ...
     def add_request(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -267,7 +269,7 @@ def build_engine(launch: Launch, rank: int, generation: int, on_progress: Callab
     return engine
 
 
-def rank_limits(limits: Any, block_size: int) -> protocol.RankLimits:
+def rank_limits(limits: Any, block_size: int, kv_format: str = "") -> protocol.RankLimits:
     """What the front needs of the engine's limits; names are the same on both sides."""
     return protocol.RankLimits(
         max_model_len=limits.max_model_len,
@@ -280,6 +282,8 @@ def rank_limits(limits: Any, block_size: int) -> protocol.RankLimits:
         block_size=block_size,
         precision=str(limits.precision),
         device=str(limits.device),
+        fingerprint=str(getattr(limits, "fingerprint", "")),
+        kv_format=kv_format,
     )
 
 
@@ -295,7 +299,7 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
         gc.collect()
         gc.freeze()  # model and pools stay to the end: later collections need not walk over them
         heartbeat.announce(rank, launch.server.hang_timeout_s)
-        limits = rank_limits(engine.limits, launch.engine.block_size)
+        limits = rank_limits(engine.limits, launch.engine.block_size, engine.kv_format)
         link.send(protocol.Ready(os.getpid(), limits))
         report("ready", limits={name: getattr(limits, name) for name in limits.__struct_fields__})
         log.info("ready", extra={"event": "ready"})

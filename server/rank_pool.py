@@ -14,11 +14,15 @@ from typing import Any
 import zmq
 
 from engine.request import FinishReason, Output, Request
+from hicache.keys import KeySpace
 from server import protocol
 from server.config import ServerConfig
 from server.errors import ApiError, BadRequest, Unavailable
 from server.heartbeat import HeartbeatFile
-from server.router import PromptKeys, RankLoad, Router
+from server.prompt_keys import PromptKeys
+from server.rank_index import RankIndexes
+from server.route_cost import RankLoad
+from server.router import Router
 from server.tickets import Ticket
 from server.totals import Record, added, counters_only, empty_record, merged
 
@@ -57,6 +61,7 @@ class RankPool:
         self.heartbeats = heartbeats
         self.ranks = [RankView(rank) for rank in range(size)]
         self.generation = 0
+        self.key_space: KeySpace | None = None  # of the ranks' caches, once the router can ask them
         self.serving = False
         self.draining = False
         self.dead = False
@@ -82,9 +87,15 @@ class RankPool:
         self.generation = generation
         self.serving = False
         self.router.forget(view.rank for view in self.ranks)
+        self.router.stored = self.key_space = None
         for view in self.ranks:
             view.retired = added(view.retired, counters_only(view.stats))
             view.stats, view.limits, view.pid = empty_record(), None, 0
+
+    def ask_caches(self, indexes: RankIndexes, generation: int) -> None:
+        """The router may ask the caches of this generation's ranks from now on."""
+        if generation == self.generation and len(indexes):
+            self.router.stored, self.key_space = indexes, indexes.space
 
     def fail_all(self, error: ApiError) -> int:
         """End every open request with an error. Returns how many there were."""
@@ -149,9 +160,10 @@ class RankPool:
         if not open_ranks:
             raise ApiError(429, "queue_full", "too many requests are waiting", type="rate_limit_error", retry_after_s=1)
         loads = [RankLoad(view.rank, view.queued_tokens, view.sequences) for view in open_ranks]
-        decision = self.router.route(session, keys, loads, tie=user)
+        first = requests[0]
+        decision = self.router.route(session, keys, loads, tie=user, reads_cache=first.cache_read)
         view = self.ranks[decision.rank]
-        prompt_len = len(requests[0].prompt_token_ids)
+        prompt_len = len(first.prompt_token_ids)
         ticket = Ticket(
             request_id,
             view.rank,
@@ -160,8 +172,11 @@ class RankPool:
             max(1, prompt_len - decision.saved_tokens),
             time.monotonic(),
             open_choices=set(range(len(requests))),
+            saving=decision.source,
         )
         view.tickets[ticket.engine_ids[0]] = ticket
+        if first.cache_write:
+            self.router.sent(ticket.engine_ids[0], keys, view.rank)
         for choice, request in enumerate(requests):
             self._owners[request.request_id] = (ticket, choice)
             operation = 0
@@ -185,6 +200,7 @@ class RankPool:
         ticket.closed = True
         view = self.ranks[ticket.rank]
         view.tickets.pop(ticket.engine_ids[0], None)
+        self.router.computed(ticket.engine_ids[0])
         running = [name for name in ticket.engine_ids if self._owners.pop(name, None) is not None]
         if running:
             self._send(ticket.rank, protocol.Abort(running))
@@ -311,12 +327,15 @@ class RankPool:
         self.on_output(ticket, output, now)
         if ticket.first_output_s is None and (output.token_ids or output.finish_reason):
             ticket.first_output_s = now
+            self.router.computed(ticket.engine_ids[0])
         ticket.last_output_s = now
         ticket.generated_tokens += len(output.token_ids)
         if output.cached_tokens is not None:
             # All choices of a request share one prompt; what the first of them reused is what the client is told.
             ticket.cached_tokens = output.cached_tokens if choice == 0 else ticket.cached_tokens
             ticket.timing = output.timing if choice == 0 else ticket.timing
+            if choice == 0 and output.timing is not None and output.token_ids:
+                self.router.learn(ticket.saving, ticket.prompt_len, output.cached_tokens, output.timing)
         ticket.drafted += output.drafted
         ticket.accepted += output.accepted
         if output.finish_reason is not None:

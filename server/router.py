@@ -1,6 +1,10 @@
-"""Which rank gets a request: where its conversation's prefix lies, unless that rank is too busy. Pure: no clock, no I/O.
+"""Which rank gets a request. Pure: no clock, no I/O.
 
-Two kinds of knowledge, both bounded and least-recently-used first out:
+- `affinity`: where its conversation's prefix lies, unless that rank is too busy.
+- `least-loaded`: the shortest queue.
+- `cost`: the least expected work, by what the ranks' caches really hold (`server/route_cost.py`); affinity decides between equals.
+
+Two kinds of knowledge of conversations, both bounded and least-recently-used first out:
 explicit keys (session headers and fields) -> rank, and content keys, hashes of token prefixes at block boundaries and at the ends
 of requests. An end that matches says "this continues that very conversation" and is decisive. A match of whole blocks only
 may be the system prompt that every agent of a fleet shares, so it never decides; it only counts as the saving of the rank
@@ -9,70 +13,55 @@ that the other rules chose.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-BLOCK = 128
+from engine.request import Timing
+from server.prompt_keys import BLOCK, PromptKeys, digest, prompt_keys
+from server.route_cost import CostModel, RankLoad, Saving, StoredPrefixes
+
 MAX_SESSIONS = 65_536
 MAX_ENDS = 65_536
 MAX_BLOCKS = 1_048_576
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoad:
-    """A rank that takes requests. `queued_tokens`: prompt tokens accepted but not prefilled. `running`: sequences it holds."""
-
-    rank: int
-    queued_tokens: int = 0
-    running: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PromptKeys:
-    """Hashes of a token sequence: `chain[i]` covers the first i blocks, `whole` all of it. Long prompts are hashed off the event loop."""
-
-    token_ids: Sequence[int]
-    chain: list[bytes]
-    whole: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
-    """reason: session, content, load, moved. `saved_tokens`: prompt tokens that the rank is believed to have cached."""
+    """reason: session, content, prefix, load, moved. saved_tokens: prompt tokens that the rank need not compute, and where they come
+    from (see `Saving`). work_tokens: what it has to do for the prompt, in computed tokens.
+    """
 
     rank: int
     reason: str
     saved_tokens: int
+    work_tokens: float = 0.0
+    source: str = ""
 
 
 @dataclass(slots=True)
 class RoutingCounts:
+    """Decisions by reason: conversation by name, by content, longest prefix, shortest queue, and conversations sent elsewhere."""
+
     affine_total: int = 0
     content_total: int = 0
+    prefix_total: int = 0
     load_total: int = 0
     moved_total: int = 0
 
-
-def prompt_keys(token_ids: Sequence[int], salt: str = "") -> PromptKeys:
-    """salt: the request's cache salt. Prompts with different salts share nothing on any rank, so they must not attract each other."""
-    chain = [salt.encode()]
-    for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-        chain.append(_digest(chain[-1], token_ids[start : start + BLOCK]))
-    return PromptKeys(token_ids, chain, _digest(b"whole" + chain[0], token_ids))
-
-
-def _digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
+    def count(self, reason: str) -> None:
+        name = {"session": "affine"}.get(reason, reason) + "_total"
+        setattr(self, name, getattr(self, name) + 1)
 
 
 @dataclass(slots=True)
 class Router:
-    """One per front; not thread-safe. `policy` is "affinity" or "least-loaded"."""
+    """One per front; not thread-safe. stored: how to ask the ranks' caches, None while that is not possible."""
 
     policy: str = "affinity"
+    costs: CostModel = field(default_factory=CostModel)
+    stored: StoredPrefixes | None = None
     max_sessions: int = MAX_SESSIONS
     max_ends: int = MAX_ENDS
     max_blocks: int = MAX_BLOCKS
@@ -87,19 +76,62 @@ class Router:
     def num_keys(self) -> int:
         return len(self._sessions) + len(self._ends)
 
-    def route(self, session: str | None, keys: PromptKeys, loads: Sequence[RankLoad], tie: str = "") -> Decision:
+    def route(
+        self, session: str | None, keys: PromptKeys, loads: Sequence[RankLoad], tie: str = "", *, reads_cache: bool = True
+    ) -> Decision:
         """Choose among `loads` (not empty, alive ranks only) and remember the choice. `tie` orders equal ranks without a session."""
-        by_rank = {load.rank: load for load in loads}
         if self.policy == "least-loaded":
             best = min(loads, key=lambda load: (load.queued_tokens, load.running, load.rank))
-            self.counts.load_total += 1
-            return Decision(best.rank, "load", 0)
+            decision = Decision(best.rank, "load", 0)
+        elif self.policy == "cost":
+            decision = self._cheapest(session, keys, loads, tie, reads_cache)
+            self._remember(session, keys, decision.rank)
+        else:
+            by_rank = {load.rank: load for load in loads}
+            affine, reason = self._affine(session, keys, by_rank)
+            seed = session or tie or keys.whole.hex()
+            best = min(loads, key=lambda load: (load.queued_tokens, load.running, _rendezvous(seed, load.rank)))
+            decision = self._guard(affine, reason, best, by_rank, keys)
+            self._remember(session, keys, decision.rank)
+        self.counts.count(decision.reason)
+        return decision
+
+    def _cheapest(self, session: str | None, keys: PromptKeys, loads: Sequence[RankLoad], tie: str, reads_cache: bool) -> Decision:
+        """The least cost; ranks within a block of it are equal, and of those the conversation's own is taken."""
+        length = len(keys.token_ids)
+        by_rank = {load.rank: load for load in loads}
+        savings = self._savings(keys, list(by_rank)) if reads_cache else dict.fromkeys(by_rank, Saving())
+        costs = {rank: self.costs.cost(length, load, savings[rank]) for rank, load in by_rank.items()}
+        least = min(costs.values())
+        equals = {rank: load for rank, load in by_rank.items() if costs[rank] <= least + BLOCK}
         affine, reason = self._affine(session, keys, by_rank)
         seed = session or tie or keys.whole.hex()
-        best = min(loads, key=lambda load: (load.queued_tokens, load.running, _rendezvous(seed, load.rank)))
-        decision = self._guard(affine, reason, best, by_rank, keys)
-        self._remember(session, keys, decision.rank)
-        return decision
+        rank = affine if affine in equals else min(equals, key=lambda rank: (costs[rank], by_rank[rank].running, _rendezvous(seed, rank)))
+        saving = savings[rank]
+        if affine is not None and affine != rank:
+            reason = "moved"
+        elif affine is None:
+            reason = "prefix" if saving.tokens else "load"
+        return Decision(rank, reason, saving.tokens, self.costs.work(length, saving), saving.source)
+
+    def _savings(self, keys: PromptKeys, ranks: list[int]) -> dict[int, Saving]:
+        most = self.costs.most_tokens(keys)
+        stored = self.stored.tokens(keys, most) if self.stored is not None and most else {}
+        believed = {rank: self.known_tokens(keys, rank) for rank in ranks if rank not in stored} if most else {}
+        return self.costs.savings(keys, ranks, stored, believed, self.stored is not None and self.stored.shared)
+
+    def sent(self, name: str, keys: PromptKeys, rank: int) -> None:
+        """A request of that name went to `rank`: from now to `computed` its prompt attracts others that share its beginning."""
+        if self.policy == "cost":
+            self.costs.in_flight.add(name, keys, rank)
+
+    def computed(self, name: str) -> None:
+        """A request's prompt is computed, or will never be. Calling it again is harmless."""
+        self.costs.in_flight.remove(name)
+
+    def learn(self, source: str, prompt_len: int, cached_tokens: int, timing: Timing) -> None:
+        """How long an answer's prompt took, with a saving from where `route` expected it."""
+        self.costs.learn(source, prompt_len, cached_tokens, timing)
 
     def _affine(self, session: str | None, keys: PromptKeys, by_rank: dict[int, RankLoad]) -> tuple[int | None, str]:
         if session is not None and self._sessions.get(session) in by_rank:
@@ -110,17 +142,11 @@ class Router:
     def _guard(self, affine: int | None, reason: str, best: RankLoad, by_rank: dict[int, RankLoad], keys: PromptKeys) -> Decision:
         """Stay with the affine rank unless its queue is longer than the best one's by more than the cache saves."""
         if affine is None:
-            self.counts.load_total += 1
             return Decision(best.rank, "load", self.known_tokens(keys, best.rank))
         saved = self.known_tokens(keys, affine)
         saved_there = self.known_tokens(keys, best.rank)
         if best.rank != affine and by_rank[affine].queued_tokens - best.queued_tokens > saved - saved_there:
-            self.counts.moved_total += 1
             return Decision(best.rank, "moved", saved_there)
-        if reason == "session":
-            self.counts.affine_total += 1
-        else:
-            self.counts.content_total += 1
         return Decision(affine, reason, saved)
 
     def known_tokens(self, keys: PromptKeys, rank: int) -> int:
@@ -149,6 +175,7 @@ class Router:
     def forget(self, ranks: Iterable[int]) -> None:
         """Dead or draining ranks lose their keys at once."""
         gone = set(ranks)
+        self.costs.in_flight.forget(gone)
         self._sessions = OrderedDict((key, rank) for key, rank in self._sessions.items() if rank not in gone)
         for end in [end for end, rank in self._ends.items() if rank in gone]:
             self._drop_end(end)
@@ -161,7 +188,7 @@ class Router:
             for tail in sorted(self._tails.get(keys.chain[index], {}), reverse=True):
                 if start + tail > len(keys.token_ids):
                     continue
-                end = (keys.chain[index], tail, _digest(b"tail", keys.token_ids[start : start + tail]))
+                end = (keys.chain[index], tail, digest(b"tail", keys.token_ids[start : start + tail]))
                 if end in self._ends:
                     self._ends.move_to_end(end)
                     return self._ends[end]
@@ -185,7 +212,7 @@ class Router:
     def _add_end(self, keys: PromptKeys, length: int, rank: int) -> None:
         index = length // BLOCK
         tail = length - index * BLOCK
-        end = (keys.chain[index], tail, _digest(b"tail", keys.token_ids[index * BLOCK : length]))
+        end = (keys.chain[index], tail, digest(b"tail", keys.token_ids[index * BLOCK : length]))
         if end not in self._ends:
             tails = self._tails.setdefault(keys.chain[index], {})
             tails[tail] = tails.get(tail, 0) + 1

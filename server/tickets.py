@@ -74,7 +74,8 @@ class Mailbox:
 class Ticket:
     """`queued_tokens`: prompt tokens that the rank has not prefilled as far as the front knows. Times are of the monotonic clock.
 
-    `timing`: where the first choice's time to first token went. `drafted`, `accepted`: speculated tokens of all choices.
+    `timing`: where the first choice's time to first token went. `saving`: where the router expects the cached tokens to come from.
+    `drafted`, `accepted`: speculated tokens of all choices.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class Ticket:
     first_output_s: float | None = None
     last_output_s: float = 0.0
     cached_tokens: int = 0
+    saving: str = ""
     timing: Timing | None = None
     drafted: int = 0
     accepted: int = 0

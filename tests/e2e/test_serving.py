@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import Server, wait_until
+from tests.e2e.conftest import Dix, Server, start, wait_until
 from tests.e2e.terminal import Terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -164,3 +164,26 @@ def test_every_prompt_token_is_accounted_for_on_exactly_one_rank(client: openai.
     after = server.metrics()["totals"]["tokens"]
     assert after["prompt_total"] == total
     assert after["cached_total"] - before["cached_total"] == sum(u.prompt_tokens_details.cached_tokens for u in used)
+
+
+def test_routing_by_cost_asks_the_caches_of_the_ranks(dix: Dix) -> None:
+    server = start(dix, "cost", "--dp", "2", "--routing", "cost", "--rank-header")
+    try:
+        wait_until("the front reads both caches", lambda: server.metrics()["routing"]["asked_ranks"] == 2, 10)
+        prompt = list(range(20, 820))
+        places = []
+        for turn in range(3):
+            body = {"prompt": [*prompt, 30 + turn], "max_tokens": 2, "temperature": 0}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            places.append((answer.headers["X-DeepInfer-Rank"], cached))
+        assert places[0][1] == 0
+        assert places[1:] == [(places[0][0], 640)] * 2
+        routing = server.metrics()["routing"]
+        assert (routing["content_total"] + routing["prefix_total"], routing["in_flight"]) == (2, 0)
+        httpx.post(f"{server.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 2}, timeout=60)
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    finally:
+        dix("stop", "cost", "--grace", "1s")

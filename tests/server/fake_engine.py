@@ -49,6 +49,7 @@ class FakeEngine:
 
     def __init__(self, script: Path, rank: int) -> None:
         self.limits = FakeLimits()
+        self.kv_format = ""
         self.idle = True
         self._path = script
         self._rank = rank

@@ -7,7 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.router import BLOCK, RankLoad, Router, prompt_keys
+from server.prompt_keys import BLOCK, prompt_keys
+from server.route_cost import RankLoad
+from server.router import Router
 
 IDLE = [RankLoad(0), RankLoad(1), RankLoad(2)]
 
