@@ -80,7 +80,8 @@ def ask_server(
 
     def ask(name: str, asked: list[EvalPrompt]) -> list[Reply | None]:
         replies: list[Reply | None] = []
-        with ThreadPoolExecutor(CONCURRENCY) as pool:
+        pool = ThreadPoolExecutor(CONCURRENCY)
+        try:
             for reply, prompt_tokens, cached, same in pool.map(ask_one, [(name, i, prompt) for i, prompt in enumerate(asked)]):
                 replies.append(reply)
                 proof.prompts += 1
@@ -89,6 +90,9 @@ def ask_server(
                 proof.hit_tokens += cached
                 proof.different += not same
                 on_progress(name, len(replies) / len(asked))
+        finally:
+            # After an interrupt or a failure only the requests under way are waited for, not those behind them.
+            pool.shutdown(cancel_futures=True)
         return replies
 
     return ask
