@@ -31,10 +31,14 @@ class Finding:
     fix: str = ""
 
 
-def examine(paths: Paths) -> list[Finding]:
-    """All findings, in the order of reading."""
+def examine(paths: Paths, build_dir: str = "") -> list[Finding]:
+    """All findings, in the order of reading. build_dir: the setting `engine.build_dir`."""
+
+    def cpu_step() -> Finding:
+        return native_step(build_dir)
+
     probes: list[Callable[[], Finding]] = [
-        python, torch_build, packages, accelerator, compiler, memory, lambda: disk(paths), lambda: writable(paths), harness,
+        python, torch_build, packages, accelerator, compiler, cpu_step, memory, lambda: disk(paths), lambda: writable(paths), harness,
     ]  # fmt: skip
     return [_guarded(probe) for probe in probes]
 
@@ -98,6 +102,21 @@ def compiler() -> Finding:
             line = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout.splitlines()
             return Finding("compiler", "ok", line[0] if line else path)
     return Finding("compiler", "warn", "no C++ compiler: copies of the host cache run in Python", "apt install g++")
+
+
+def native_step(build_dir: str) -> Finding:
+    """Whether the model's steps on a CPU run compiled, and from which file."""
+    from csrc.loader import BuildError
+    from engine.native_library import built_path, default_build_dir, instruction_level, is_built
+
+    folder = Path(build_dir) if build_dir else default_build_dir()
+    level = instruction_level() or f"the compiler's default for {platform.machine()}"
+    try:
+        if is_built(folder):
+            return Finding("cpu step", "ok", f"compiled CPU step for {level}: {built_path(folder)}")
+    except BuildError as error:
+        return Finding("cpu step", "warn", f"models on the CPU run eagerly, several times slower: {error}", error.hint)
+    return Finding("cpu step", "ok", f"compiled CPU step for {level}: not built yet, the first start builds it in the background")
 
 
 def memory() -> Finding:

@@ -49,11 +49,20 @@ def is_built(build_dir: Path) -> bool:
     Raises:
         BuildError: there is no compiler, which is needed to tell.
     """
+    return built_path(build_dir).exists()
+
+
+def built_path(build_dir: Path) -> Path:
+    """Where the library for this machine is, or will be.
+
+    Raises:
+        BuildError: there is no compiler, which is needed to tell.
+    """
     library = cpu_library()
     compiler = shutil.which(library.compiler)
     if compiler is None:
         raise BuildError(f"no compiler {library.compiler} in PATH", hint="install a C++20 compiler, for instance g++")
-    return (build_dir / f"{library.name}-{content_hash(library, compiler)}.so").exists()
+    return build_dir / f"{library.name}-{content_hash(library, compiler)}.so"
 
 
 def load_library(build_dir: Path) -> ctypes.CDLL:

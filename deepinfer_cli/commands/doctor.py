@@ -26,7 +26,7 @@ def _doctor(
     Exit code 1 when something will not work.
     Next: dix serve tiny
     """
-    findings = examine(call.paths)
+    findings = examine(call.paths, call.settings.engine.build_dir)
     table = kernel_table(call.settings.engine.ops) if ops else []
     failed = any(f.verdict == "fail" for f in findings)
     if call.json:

@@ -142,8 +142,29 @@ def test_doctor_always_reports(dix: Dix, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(doctor, "memory", failing(RuntimeError("no /proc")))
     findings = json.loads(dix("doctor", "--json").out)["findings"]
-    assert len(findings) == 9
+    assert len(findings) == 10
     assert any("no /proc" in finding["text"] and finding["verdict"] == "warn" for finding in findings)
+
+
+@pytest.mark.parametrize(("built", "words"), [(True, "/cpu_step-"), (False, "not built yet")])
+def test_doctor_tells_whether_the_cpu_step_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: bool, words: str) -> None:
+    from deepinfer_cli.doctor import native_step
+    from engine.native_library import built_path
+
+    if built:
+        built_path(tmp_path).write_bytes(b"")
+    found = native_step(str(tmp_path))
+    assert (found.verdict, words in found.text) == ("ok", True)
+
+
+def test_doctor_says_why_the_cpu_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer_cli.doctor import native_step
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = native_step(str(tmp_path))
+    assert found.verdict == "warn"
+    assert "no compiler" in found.text
+    assert "g++" in found.fix
 
 
 def test_doctor_lists_the_kernel_of_every_operation(dix: Dix) -> None:
