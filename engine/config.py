@@ -56,6 +56,11 @@ class EngineConfig:
     chunked_prefill: bool = knob(True, "Split prompts that exceed max_num_batched_tokens.")
     block_size: int = knob(128, "Tokens per cache block; other sizes are for tests.", unit="tokens", ge=1)
     num_blocks: int | str = knob("auto", "Cache blocks, the reserved block 0 included.", unit="blocks", ge=2)
+    weights: str = knob(
+        "auto",
+        "Quantised weights: decoded at start, or packed as they are stored; auto packs on GPUs that have the kernels.",
+        choices=("auto", "dense", "packed"),
+    )
     memory_fraction: float = knob(0.90, "Share of GPU memory for weights and cache.", gt=0, le=1, common=True)
     kv_cache_gb: float = knob(0.125, "Device cache size on CPU.", unit="GiB", gt=0)
     state_slots_ratio: float = knob(1.2, "State slots per sequence.", ge=1, aliases=("DEEPINFER_NUM_STATE_SLOTS_RATIO",))

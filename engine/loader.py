@@ -157,8 +157,16 @@ class RandomWeights:
         return self._parameters[name]
 
 
-_DECODE = {Storage.FP8: decode_fp8_blocks, Storage.FP4: decode_fp4_rows, Storage.TABLE: decode_table_rows}
-_ENCODE = {Storage.FP8: encode_fp8_blocks, Storage.FP4: encode_fp4_rows, Storage.TABLE: encode_table_rows}
+_DECODE: dict[Storage, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
+    Storage.FP8: decode_fp8_blocks,
+    Storage.FP4: decode_fp4_rows,
+    Storage.TABLE: decode_table_rows,
+}
+_ENCODE: dict[Storage, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    Storage.FP8: encode_fp8_blocks,
+    Storage.FP4: encode_fp4_rows,
+    Storage.TABLE: encode_table_rows,
+}
 
 
 def open_checkpoint(model_dir: Path, config: ModelConfig, on_progress: Progress | None = None) -> Checkpoint:

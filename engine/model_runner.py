@@ -21,7 +21,7 @@ from engine.models.config import ModelConfig, load_config
 from engine.models.deepseek_v41 import DeepseekV41
 from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
 from engine.models.engram_tables import token_map, tokenizer_size
-from engine.models.inputs import InputBuilder, Truncation
+from engine.models.inputs import InputBuilder, StepInputs, Truncation
 from engine.models.native_model import NativeModel
 from engine.models.native_weights import NativeWeights, Tables, unsupported
 from engine.models.numerics import Numerics
@@ -84,44 +84,45 @@ class ModelRunner:
         model = load_config(path)
         device = _resolve_device(config.device)
         precision = _resolve_precision(config.precision, device)
-        numerics = Numerics.of(precision)
-        log.debug("ops: %s", select(config.ops, device))
+        chosen = select(config.ops, device)
+        log.debug("ops: %s", chosen)
+        numerics = Numerics.of(precision, _keeps_packed_weights(config, model, precision, device, chosen))
         self.config, self.model_config = config, model
-        self._backbone, self._draft, mapping = _load(path, config, model, numerics, device, on_progress)
+        self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress)
         self._drafting = draft and self._draft is not None
         shape = _cache_shape(config, model, numerics, device, self._drafting)
         self.limits = _limits(config, model, shape, precision, device, path)
         self.kv = KVCache(model.text, numerics, shape, device)
         self._truncation = Truncation(self.limits.mode, self.limits.keep_tokens)
-        self._plain, scaled = _frequencies(model, device)
-        self._inputs = InputBuilder(model.text, self.kv, mapping, self._plain, scaled)
+        self.frequencies = _frequencies(model, device)
+        self._inputs = InputBuilder(model.text, self.kv, self.token_map, *self.frequencies)
         self._decode: RecordedDecode | None = None
         self._drafts: RecordedDraft | None = None
         if recorder is not None:
-            self._record(recorder, mapping, (self._plain, scaled))
+            self._record(recorder)
 
         def bind(library: ctypes.CDLL) -> NativeModel:
             draft_model = self._draft if self._drafting else None
-            weights = NativeWeights(library, self._backbone, draft_model, self.kv, numerics, Tables(self._plain, scaled, mapping))
+            weights = NativeWeights(library, self.backbone, draft_model, self.kv, numerics, Tables(*self.frequencies, self.token_map))
             return NativeModel(library, weights, model.text, self.kv.block_size)
 
         reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
         self.native = NativeStart(config.build_dir, bind, reason)
 
     @torch.inference_mode()
-    def _record(self, recorder: Recorder, mapping: list[int], frequencies: tuple[Tensor, Tensor]) -> None:
+    def _record(self, recorder: Recorder) -> None:
         """Record decode, verify and draft steps of every size that a batch can have."""
         limits, text = self.limits, self.model_config.text
         interval = _number(self.config.cudagraph_batch_size_interval, 0) or None
         verified = 1 + (min(self.config.num_draft_tokens, limits.draft_block_size) if self._drafting else 0)
         sizes = bucket_sizes(limits.max_num_seqs * verified, interval)
         longest = limits.max_model_len + self.config.backtracking_tokens
-        inputs = StaticInputs(text, self.kv, mapping, frequencies, sizes[-1], longest)
+        inputs = StaticInputs(text, self.kv, self.token_map, self.frequencies, sizes[-1], longest)
         draft = self._draft if self._drafting else None
-        self._decode = RecordedDecode(self._backbone, draft, self.kv, inputs, sizes, recorder)
+        self._decode = RecordedDecode(self.backbone, draft, self.kv, inputs, sizes, recorder)
         if draft is not None:
             sizes = bucket_sizes(limits.max_num_seqs, interval)
-            self._drafts = RecordedDraft(draft, self._backbone, self.kv, frequencies[0], sizes, recorder)
+            self._drafts = RecordedDraft(draft, self.backbone, self.kv, self.frequencies[0], sizes, recorder)
 
     @property
     def path(self) -> str:
@@ -147,14 +148,18 @@ class ModelRunner:
         native = self.native.model
         if native is not None and probe is None:
             return native.step(batch, self._truncation)
-        inputs = self._inputs.build(batch, self._truncation)
-        output = self._backbone(inputs, self.kv, want_taps=self._drafting, probe=probe)
+        inputs = self.build_inputs(batch)
+        output = self.backbone(inputs, self.kv, want_taps=self._drafting, probe=probe)
         if self._drafting and output.taps is not None:
             assert self._draft is not None
             text = self.model_config.text
             rows = inputs.decoder if text.dspark_target_layer_ids[0] >= text.boundary else inputs.encoder
             self._draft.store_taps(output.taps, rows, self.kv)
-        return self._backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
+        return self.backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
+
+    def build_inputs(self, batch: Batch) -> StepInputs:
+        """The tensors of an eager step, which `backbone` reads."""
+        return self._inputs.build(batch, self._truncation)
 
     @torch.inference_mode()
     def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> DraftOutput:
@@ -169,7 +174,25 @@ class ModelRunner:
             if choose is None:
                 return DraftOutput(*native.propose(slices, states, logits), logits.unflatten(0, (len(slices), -1)))
             return self._draft.propose(states, torch.tensor([s.token_id for s in slices]), logits, choose)
-        return self._draft(slices, self._backbone, self.kv, self._plain, choose)
+        return self._draft(slices, self.backbone, self.kv, self.frequencies[0], choose)
+
+
+def _keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Precision, device: str, ops: dict[str, str]) -> bool:
+    """Whether quantised weights stay as stored. Raises: ConfigError when they cannot although they shall."""
+    if config.weights == "dense":
+        return False
+    if precision in (Precision.F, Precision.FQ):
+        reason = f"precision {precision} computes in fp32"
+    elif not model.quantized:
+        reason = "the checkpoint is not quantised"
+    elif config.weights == "auto" and (device != "cuda" or ops["packed_experts"] == "reference"):
+        reason = "there is no kernel for packed weights here"
+    else:
+        return True
+    if config.weights == "packed":
+        raise ConfigError(f"engine.weights is packed but {reason}", hint="--set engine.weights=auto")
+    log.info("weights are decoded at start: %s", reason)
+    return False
 
 
 def _load(

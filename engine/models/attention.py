@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.inputs import Rows
-from engine.models.numerics import Linear, Numerics
+from engine.models.numerics import Numerics
+from engine.models.packed_layers import AnyBlockLinear, AnyLinear, load_block_linear, load_linear
 from engine.ops.q8 import q8
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotate_
@@ -19,15 +20,15 @@ from engine.ops.sparse_attention import Selection, sparse_attention
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """wq_a_wkv: [q_lora_rank + D, C], both projections of the input in one product. wo_a: [G, rank, H*D/G]."""
+    """wq_a_wkv: [q_lora_rank + D, C], both projections of the input in one product. wo_a: G groups of [rank, H*D/G]."""
 
-    wq_a_wkv: Linear
-    wq_b: Linear
+    wq_a_wkv: AnyLinear
+    wq_b: AnyLinear
     q_norm: Tensor
     kv_norm: Tensor
     sink: Tensor
-    wo_a: Tensor
-    wo_b: Linear
+    wo_a: AnyBlockLinear
+    wo_b: AnyLinear
     ratio: int
     text: TextConfig
     numerics: Numerics
@@ -36,15 +37,14 @@ class Attention:
     def load(source: WeightSource, prefix: str, ratio: int, text: TextConfig, numerics: Numerics) -> Attention:
         """prefix: `layers.3.attn`."""
         dtype, quantize = numerics.dtype, numerics.quantize_inputs
-        wq_a, wq_b, wkv, wo_a, wo_b = (source.tensor(f"{prefix}.{n}.weight", dtype) for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
         return Attention(
-            wq_a_wkv=Linear(torch.cat((wq_a, wkv)), quantize),
-            wq_b=Linear(wq_b, quantize),
+            wq_a_wkv=load_linear(source, [f"{prefix}.wq_a.weight", f"{prefix}.wkv.weight"], numerics, quantize),
+            wq_b=load_linear(source, [f"{prefix}.wq_b.weight"], numerics, quantize),
             q_norm=source.tensor(f"{prefix}.q_norm.weight", dtype),
             kv_norm=source.tensor(f"{prefix}.kv_norm.weight", dtype),
             sink=source.tensor(f"{prefix}.attn_sink", torch.float32),
-            wo_a=wo_a.unflatten(0, (text.o_groups, text.o_lora_rank)).contiguous(),
-            wo_b=Linear(wo_b, quantize),
+            wo_a=load_block_linear(source, f"{prefix}.wo_a.weight", text.o_groups, numerics),
+            wo_b=load_linear(source, [f"{prefix}.wo_b.weight"], numerics, quantize),
             ratio=ratio,
             text=text,
             numerics=numerics,
@@ -59,8 +59,7 @@ class Attention:
 
     def main_key(self, x: Tensor, rot: Tensor) -> Tensor:
         """The window key alone, for inputs that ask no query. x: [T, C]; returns [T, D]."""
-        weight = self.wq_a_wkv.weight[self.text.q_lora_rank :]
-        return self._window_key(Linear(weight, self.wq_a_wkv.quantize_input)(x), rot)
+        return self._window_key(self.wq_a_wkv(x)[:, self.text.q_lora_rank :], rot)
 
     def _window_key(self, raw: Tensor, rot: Tensor) -> Tensor:
         key = rotate_(rms_norm(raw, self.kv_norm, self.text.rms_norm_eps), rot)
@@ -70,9 +69,7 @@ class Attention:
         """latent: [T, q_lora_rank]; sources: keys and which of them each row sees. Returns the sublayer's output [T, C]."""
         q = self.wq_b(latent).unflatten(-1, (self.text.num_attention_heads, self.text.head_dim))
         o = sparse_attention(rotate_(q, rot), sources, self.sink, self.text.head_dim**-0.5)
-        o = rotate_(o, inverse).view(o.shape[0], self.text.o_groups, -1)
-        t = torch.bmm(o.transpose(0, 1), self.wo_a.transpose(1, 2)).transpose(0, 1)
-        return self.wo_b(t.flatten(1))
+        return self.wo_b(self.wo_a(rotate_(o, inverse).flatten(1)))
 
 
 def window_keys(key: Tensor, ring: Tensor, rows: Rows) -> Tensor:

@@ -18,6 +18,7 @@ from engine.models.indexer import Indexer, Picks
 from engine.models.inputs import Rows, StepInputs
 from engine.models.moe import MoE
 from engine.models.numerics import Numerics
+from engine.models.packed_layers import PackedMoE
 from engine.models.probe import Probe
 from engine.ops.rms_norm import rms_norm
 
@@ -29,7 +30,7 @@ class Block:
     attention: Attention
     attn_norm: Tensor
     attn_mix: HyperConnection
-    ffn: MoE
+    ffn: MoE | PackedMoE
     ffn_norm: Tensor
     ffn_mix: HyperConnection
     eps: float
@@ -41,7 +42,7 @@ class Block:
             attention=Attention.load(source, f"{prefix}.attn", ratio, text, numerics),
             attn_norm=source.tensor(f"{prefix}.attn_norm.weight", numerics.dtype),
             attn_mix=HyperConnection.load(source, f"{prefix}.hc_attn", text),
-            ffn=MoE.load(source, f"{prefix}.ffn", text, numerics, *experts),
+            ffn=(PackedMoE if numerics.packed_weights else MoE).load(source, f"{prefix}.ffn", text, numerics, *experts),
             ffn_norm=source.tensor(f"{prefix}.ffn_norm.weight", numerics.dtype),
             ffn_mix=HyperConnection.load(source, f"{prefix}.hc_ffn", text),
             eps=text.rms_norm_eps,
@@ -82,7 +83,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class _Streams:
+class Streams:
     """What travels from layer to layer: streams [T, n, C], read weights [T, n], the rows they belong to, and the current picks."""
 
     h: Tensor
@@ -112,7 +113,7 @@ class DeepseekV41:
     def __call__(self, inputs: StepInputs, cache: KVCache, *, want_taps: bool = False, probe: Probe | None = None) -> Output:
         """Run all layers over one step, reading and extending the cache."""
         h = self.embed[inputs.token_ids][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
-        state = _Streams(h, first_mix(len(h), self.text.hc_mult, h.device), inputs.encoder)
+        state = Streams(h, first_mix(len(h), self.text.hc_mult, h.device), inputs.encoder)
         taps = []
         for number, layer in enumerate(self.layers):
             if layer.engram is not None:
@@ -127,11 +128,20 @@ class DeepseekV41:
         hidden = rms_norm(collapse(state.h, state.pre), self.norm, self.text.rms_norm_eps)
         return Output(hidden, torch.cat(taps, 1) if taps else None)
 
+    def run_one_layer(
+        self, number: int, h: Tensor, pre: Tensor, inputs: StepInputs, cache: KVCache, picks: Picks | None, probe: Probe | None = None
+    ) -> Streams:
+        """One layer alone on given streams h [T, n, C] and read weights pre [T, n]. For measurements; decoder truncation does not apply."""
+        layer = self.layers[number]
+        state = Streams(h if layer.engram is None else layer.engram(h, inputs.grams, number, probe), pre, inputs.encoder, picks)
+        self._run_layer(layer, number, state, inputs, cache, probe)
+        return state
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, C] normalised output -> [R, V] fp32."""
         return torch.nn.functional.linear(hidden.float(), self.head)
 
-    def _enter_decoder(self, layer: Layer, number: int, state: _Streams, inputs: StepInputs, cache: KVCache) -> bool:
+    def _enter_decoder(self, layer: Layer, number: int, state: Streams, inputs: StepInputs, cache: KVCache) -> bool:
         """Compress ALL rows of the chunk, then drop the rows that decoder layers do not see. False when no row is left."""
         assert layer.compressor is not None
         assert inputs.kept is not None
@@ -140,7 +150,7 @@ class DeepseekV41:
         state.h, state.pre = state.h.index_select(0, inputs.kept), state.pre.index_select(0, inputs.kept)
         return len(inputs.kept) > 0
 
-    def _run_layer(self, layer: Layer, number: int, state: _Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None) -> None:
+    def _run_layer(self, layer: Layer, number: int, state: Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None) -> None:
         text, block, ratio = self.text, layer.block, self.text.ratio(number)
         if number == text.boundary:
             state.rows = inputs.decoder

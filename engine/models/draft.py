@@ -17,7 +17,8 @@ from engine.models.config import TextConfig
 from engine.models.deepseek_v41 import Block, DeepseekV41
 from engine.models.hyper_connections import collapse, expand, first_mix
 from engine.models.inputs import Rows
-from engine.models.numerics import Linear, Numerics
+from engine.models.numerics import Numerics
+from engine.models.packed_layers import AnyLinear, load_linear
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotation
 from engine.ops.sparse_attention import Selection
@@ -52,7 +53,7 @@ class DraftModel:
     text: TextConfig
     numerics: Numerics
     stages: list[Block]
-    main_proj: Linear
+    main_proj: AnyLinear
     main_norm: Tensor
     norm: Tensor
     markov_embed: Tensor
@@ -70,7 +71,7 @@ class DraftModel:
             text=text,
             numerics=numerics,
             stages=[Block.load(source, f"mtp.{stage}", 0, experts, text, numerics) for stage in range(text.num_stages)],
-            main_proj=Linear(source.tensor("mtp.0.main_proj.weight", numerics.dtype), numerics.quantize_inputs),
+            main_proj=load_linear(source, ["mtp.0.main_proj.weight"], numerics, numerics.quantize_inputs),
             main_norm=source.tensor("mtp.0.main_norm.weight", numerics.dtype),
             norm=source.tensor(f"{last}.norm.weight", numerics.dtype),
             markov_embed=source.tensor(f"{last}.markov_head.embed.weight", numerics.dtype),

@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.engram_tables import column_offsets, hash_multipliers
-from engine.models.numerics import Linear, Numerics
+from engine.models.numerics import Numerics
+from engine.models.packed_layers import AnyLinear, load_linear
 from engine.models.probe import Probe
 from engine.ops.engram_gate import engram_gate
 from engine.ops.engram_gather import engram_gather
@@ -23,13 +24,14 @@ class Engram:
 
     table: Tensor
     scale: Tensor | None
-    wkv: Linear
+    wkv: AnyLinear
     weight: Tensor
     multipliers: Tensor
     primes: Tensor
     offsets: Tensor
     pad_id: int
     eps: float
+    dtype: torch.dtype
 
     @staticmethod
     def load(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics, pad_id: int) -> Engram:
@@ -42,7 +44,8 @@ class Engram:
         return Engram(
             table=table,
             scale=scale,
-            wkv=Linear(source.tensor(f"{prefix}.wkv.weight", numerics.dtype), numerics.quantize_inputs),
+            wkv=load_linear(source, [f"{prefix}.wkv.weight"], numerics, numerics.quantize_inputs),
+            dtype=numerics.dtype,
             weight=query * key,
             multipliers=torch.tensor(
                 hash_multipliers(layer, text.engram_max_ngram_size, text.engram_compressed_vocab_size), device=query.device
@@ -56,7 +59,7 @@ class Engram:
     def __call__(self, h: Tensor, grams: Tensor, layer: int, probe: Probe | None = None) -> Tensor:
         """h: [T, n, C], grams: [T, G] compressed ids. Returns the changed streams."""
         rows = engram_hash(grams, self.multipliers, self.primes, self.offsets, self.pad_id)
-        values = engram_gather(rows, self.table, self.scale, self.wkv.weight.dtype)
+        values = engram_gather(rows, self.table, self.scale, self.dtype)
         h = engram_gate(h, self.wkv(values), self.weight, self.eps)
         if probe is not None:
             probe.record("engram_ids", layer, rows)

@@ -12,6 +12,7 @@ from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.inputs import Rows, StepInputs
 from engine.models.numerics import Linear, Numerics
+from engine.models.packed_layers import AnyLinear, load_linear
 from engine.models.probe import Probe
 from engine.ops.candidate_blocks import candidate_blocks
 from engine.ops.index_scores import index_scores
@@ -36,7 +37,7 @@ class Picks:
 class Indexer:
     """wq_b: [Hi*Di, q_lora_rank], weights_proj: [Hi, C]. Scores read the index keys of the KV owner of this layer."""
 
-    wq_b: Linear
+    wq_b: AnyLinear
     weights_proj: Linear
     layer: int
     text: TextConfig
@@ -46,7 +47,7 @@ class Indexer:
     def load(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics) -> Indexer:
         prefix = f"layers.{layer}.attn.indexer"
         return Indexer(
-            wq_b=Linear(source.tensor(f"{prefix}.wq_b.weight", numerics.dtype), numerics.quantize_inputs),
+            wq_b=load_linear(source, [f"{prefix}.wq_b.weight"], numerics, numerics.quantize_inputs),
             weights_proj=Linear(source.tensor(f"{prefix}.weights_proj.weight", numerics.dtype)),
             layer=layer,
             text=text,

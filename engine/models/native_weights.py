@@ -21,6 +21,7 @@ from engine.models.hyper_connections import HyperConnection
 from engine.models.indexer import Indexer
 from engine.models.moe import MoE
 from engine.models.numerics import Numerics
+from engine.models.packed_layers import AnyBlockLinear, AnyLinear, PackedLinear, PackedMoE
 
 # Heads that share a vector; the query projections are packed so that they come out side by side.
 LANES = 8
@@ -127,7 +128,7 @@ class NativeWeights:
     def _stage(self, draft: DraftModel, number: int) -> c.Layer:
         stage = draft.stages[number]
         result = self._layer(stage, draft.text.num_hidden_layers + number)
-        result.attention.wkv = self._pack(stage.attention.wq_a_wkv.weight[draft.text.q_lora_rank :])
+        result.attention.wkv = self._pack(dense(stage.attention.wq_a_wkv)[draft.text.q_lora_rank :])
         return result
 
     def _layer(self, block: Block, ring: int) -> c.Layer:
@@ -144,16 +145,17 @@ class NativeWeights:
     def _attention(self, attention: Attention) -> c.Attention:
         text = attention.text
         return c.Attention(
-            wq_a_wkv=self._pack(attention.wq_a_wkv.weight),
-            wq_b=self._pack(_side_by_side(attention.wq_b.weight, text.num_attention_heads)),
-            wo_a=self._pack(attention.wo_a),
-            wo_b=self._pack(attention.wo_b.weight),
+            wq_a_wkv=self._pack(dense(attention.wq_a_wkv)),
+            wq_b=self._pack(_side_by_side(dense(attention.wq_b), text.num_attention_heads)),
+            wo_a=self._pack(dense(attention.wo_a)),
+            wo_b=self._pack(dense(attention.wo_b)),
             q_norm=self._floats(attention.q_norm),
             kv_norm=self._floats(attention.kv_norm),
             sink=self._floats(torch.nn.functional.pad(attention.sink, (0, -text.num_attention_heads % LANES))),
         )
 
-    def _experts(self, moe: MoE) -> c.Experts:
+    def _experts(self, moe: MoE | PackedMoE) -> c.Experts:
+        assert isinstance(moe, MoE), "the compiled step reads no packed experts"
         return c.Experts(
             gate=self._pack(moe.gate),
             w13=self._pack(moe.w13[:-1]),
@@ -183,7 +185,7 @@ class NativeWeights:
     def _indexer(self, indexer: Indexer, text: TextConfig) -> c.Indexer:
         owner = text.kv_owner(indexer.layer)
         return c.Indexer(
-            wq_b=self._pack(_side_by_side(indexer.wq_b.weight, text.index_n_heads)),
+            wq_b=self._pack(_side_by_side(dense(indexer.wq_b), text.index_n_heads)),
             weights=self._pack(indexer.weights_proj.weight),
             kv_offset=self._cache.layout.kv_offset[owner],
             index_offset=self._cache.layout.index_offset[owner],
@@ -194,7 +196,7 @@ class NativeWeights:
     def _engram(self, engram: Engram) -> c.Engram:
         formats = {torch.float8_e4m3fn: 0, torch.uint8: 0, torch.bfloat16: 1, torch.float32: 2}
         return c.Engram(
-            wkv=self._pack(engram.wkv.weight),
+            wkv=self._pack(dense(engram.wkv)),
             table=self._pointer(engram.table),
             scale=None if engram.scale is None else self._pointer(engram.scale),
             weight=self._floats(engram.weight),
@@ -207,7 +209,7 @@ class NativeWeights:
 
     def _draft(self, draft: DraftModel) -> c.Draft:
         return c.Draft(
-            main_proj=self._pack(draft.main_proj.weight),
+            main_proj=self._pack(dense(draft.main_proj)),
             markov_head=self._pack(draft.markov_head),
             main_norm=self._floats(draft.main_norm),
             norm=self._floats(draft.norm),
@@ -239,6 +241,12 @@ class NativeWeights:
     def _keep(self, value: Any) -> Any:
         self._kept.append(value)
         return value
+
+
+def dense(layer: AnyLinear | AnyBlockLinear) -> Tensor:
+    """The weight of a layer that is not packed; the compiled step runs in fp32, where none is."""
+    assert not isinstance(layer, PackedLinear), "the compiled step reads no packed weights"
+    return layer.weight
 
 
 def _side_by_side(weight: Tensor, heads: int) -> Tensor:

@@ -14,20 +14,24 @@ from engine.ops.q8 import q8
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """dtype: of activations, plain weights and caches. quantize_inputs: inputs of quantised linears pass through fp8.
-    quantize_kv: window keys, compressed entries and index vectors pass through their storage formats.
+    quantize_kv: window keys, compressed entries and index vectors pass through their storage formats. packed_weights: quantised weights
+    stay as they are stored.
     """
 
     dtype: torch.dtype
     quantize_inputs: bool
     quantize_kv: bool
+    packed_weights: bool = False
 
     @staticmethod
-    def of(precision: Precision) -> Numerics:
+    def of(precision: Precision, packed_weights: bool = False) -> Numerics:
+        """packed_weights: wanted where activations are bf16."""
         full = precision in (Precision.F, Precision.FQ)
         return Numerics(
             dtype=torch.float32 if full else torch.bfloat16,
             quantize_inputs=precision is Precision.R,
             quantize_kv=precision is not Precision.F,
+            packed_weights=packed_weights and not full,
         )
 
 
@@ -40,3 +44,14 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(q8(x) if self.quantize_input else x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLinear:
+    """x [T, G * C] -> [T, G * A]: group g of the output is weight[g] times group g of the input. weight: [G, A, C]."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (len(self.weight), -1)).transpose(0, 1)
+        return torch.bmm(parts, self.weight.transpose(1, 2)).transpose(0, 1).flatten(1)

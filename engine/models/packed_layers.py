@@ -1,0 +1,121 @@
+"""Linear layers and experts whose weights stay on the device as they are stored, for steps whose time is the reading of weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.loader import WeightSource
+from engine.models.config import TextConfig
+from engine.models.numerics import BlockLinear, Linear, Numerics
+from engine.models.probe import Probe
+from engine.ops.packed_experts import PackedExperts, packed_experts
+from engine.ops.packed_linear import packed_linear
+from engine.ops.packed_weights import Format, PackedWeights, pack_gate_up
+from engine.ops.q8 import q8
+from engine.ops.route_experts import expert_logits, route_experts
+from engine.ops.weight_formats import BLOCK, decode_fp8_blocks
+
+log = logging.getLogger(__name__)
+
+# Up to so many rows reading half the bytes pays for decoding them; above, products are the time and the library's bf16 kernels are faster.
+FEW_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """x [T, G * C] -> [T, G * A], group by group. packed: FP8 for few rows. dense: bf16 [G, A, C] for many."""
+
+    packed: PackedWeights
+    dense: BlockLinear
+    quantize_input: bool = False
+
+    @staticmethod
+    def of(values: Tensor, scale: Tensor, groups: int, quantize_input: bool, dtype: torch.dtype) -> PackedLinear:
+        """values: e4m3 [G * A, C], scale: [G * A / 32, C / 32] uint8; A a multiple of 32 unless there is one group."""
+        packed = PackedWeights.empty(Format.FP8, groups, len(values) // groups, values.shape[1], values.device)
+        for group, parts in enumerate(zip(values.chunk(groups), scale.chunk(groups), strict=True)):
+            packed.fill(group, *parts)
+        return PackedLinear(packed, BlockLinear(decode_fp8_blocks(values, scale, dtype).unflatten(0, (groups, -1))), quantize_input)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = q8(x) if self.quantize_input else x
+        return packed_linear(x, self.packed) if len(x) <= FEW_ROWS else self.dense(x)
+
+
+AnyLinear = Linear | PackedLinear
+AnyBlockLinear = BlockLinear | PackedLinear
+
+
+def load_linear(source: WeightSource, names: list[str], numerics: Numerics, quantize_input: bool) -> AnyLinear:
+    """Quantised matrices of equal width, stacked. Packed when every matrix but the last is whole 32-row blocks."""
+    if not numerics.packed_weights:
+        weights = [source.tensor(name, numerics.dtype) for name in names]
+        return Linear(weights[0] if len(weights) == 1 else torch.cat(weights), quantize_input)
+    stored = [_stored(source, name) for name in names]
+    assert all(len(values) % BLOCK == 0 for values, _ in stored[:-1]), f"{names} do not stack in blocks of {BLOCK} rows"
+    values = torch.cat([part.view(torch.uint8) for part, _ in stored]).view(torch.float8_e4m3fn)
+    return PackedLinear.of(values, torch.cat([scale for _, scale in stored]), 1, quantize_input, numerics.dtype)
+
+
+def load_block_linear(source: WeightSource, name: str, groups: int, numerics: Numerics) -> AnyBlockLinear:
+    """A quantised matrix whose rows are cut into `groups` matrices of a block-diagonal product; its input is never quantised."""
+    if not numerics.packed_weights:
+        return BlockLinear(source.tensor(name, numerics.dtype).unflatten(0, (groups, -1)).contiguous())
+    values, scale = _stored(source, name)
+    if (len(values) // groups) % BLOCK:
+        log.info("%s keeps bf16 weights: its groups are not whole blocks of %d rows", name, BLOCK)
+        return BlockLinear(decode_fp8_blocks(values, scale, numerics.dtype).unflatten(0, (groups, -1)))
+    return PackedLinear.of(values, scale, groups, False, numerics.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMoE:
+    """The same experts as `MoE`, in their stored formats. gate [E, C], bias [E] fp32."""
+
+    gate: Tensor
+    bias: Tensor
+    experts: PackedExperts
+    num_chosen: int
+    text: TextConfig
+    quantize: bool
+
+    @staticmethod
+    def load(source: WeightSource, prefix: str, text: TextConfig, numerics: Numerics, num_experts: int, num_chosen: int) -> PackedMoE:
+        """prefix: `layers.3.ffn`. Expert after expert, so that one more expert is all the memory that packing needs."""
+        inner, hidden = text.moe_intermediate_size, text.hidden_size
+        gate, bias, _ = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("weight", "bias", "bias_vl"))
+        w13 = PackedWeights.empty(Format.FP4, num_experts, 2 * inner, hidden, gate.device)
+        w2 = PackedWeights.empty(Format.FP4, num_experts, hidden, inner, gate.device)
+        for expert in range(num_experts):
+            one = pack_gate_up(*_gate_and_up(source, f"{prefix}.experts.{expert}"), Format.FP4)
+            w13.codes[expert], w13.scales[expert] = one.codes[0], one.scales[0]
+            w2.fill(expert, *_stored(source, f"{prefix}.experts.{expert}.w2.weight"))
+        shared = f"{prefix}.shared_experts"
+        shared_w2 = PackedWeights.empty(Format.FP8, 1, hidden, inner, gate.device)
+        shared_w13 = pack_gate_up(*_gate_and_up(source, shared), Format.FP8)
+        shared_w2.fill(0, *_stored(source, f"{shared}.w2.weight"))
+        experts = PackedExperts(w13, w2, shared_w13, shared_w2)
+        return PackedMoE(gate, bias, experts, num_chosen, text, numerics.quantize_inputs)
+
+    def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
+        """x: [T, C]. Returns [T, C] of x's dtype."""
+        logits = expert_logits(x, self.gate, self.text.gate_temp)
+        ids, weights = route_experts(logits, self.bias, self.num_chosen, self.text.routed_scaling_factor)
+        if probe is not None:
+            probe.record("router_ids", layer, ids)
+            probe.record("router_w", layer, weights)
+        return packed_experts(x, ids, weights, self.experts, self.text.swiglu_limit, self.quantize)
+
+
+def _gate_and_up(source: WeightSource, prefix: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return _stored(source, f"{prefix}.w1.weight"), _stored(source, f"{prefix}.w3.weight")
+
+
+def _stored(source: WeightSource, name: str) -> tuple[Tensor, Tensor]:
+    values, scale = source.stored(name)
+    assert scale is not None, f"{name} is not stored in a quantised format"
+    return values, scale
