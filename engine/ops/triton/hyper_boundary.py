@@ -1,0 +1,189 @@
+"""The boundary between two sublayers in three kernels.
+
+The first writes the streams back, reads the next input and normalises it: one program a row. The second multiplies the streams with the
+mixing matrix, whose fp32 entries are split into three bf16 terms (the streams are bf16 already, so the products are those of fp32), columns
+split over programs. The third adds the parts in a fixed order and balances the 4x4 matrices in registers. Nothing in the sublayer itself
+waits for the last two: they may run beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops.hyper_boundary import HYPER_BOUNDARY, Boundary, Mixer, Written
+from engine.ops.triton.fallback import warn_once
+
+STREAMS = 4
+_WIDTH = 32  # columns of a line of parts; 24 are used
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def write_and_read(  # type: ignore[no-untyped-def]
+    h, y, post, comb, pre, norm, new_h, x, squares, width, eps, HAS_Y: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """h, new_h: [T, 4, C], y, x: [T, C], norm: [C] bf16; squares: [T] fp32, of all streams as they are stored. COLS >= C."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, COLS)
+    mask = cols < width
+    at = h + row * 4 * width + cols
+    h0 = tl.load(at, mask=mask, other=0.0)
+    h1 = tl.load(at + width, mask=mask, other=0.0)
+    h2 = tl.load(at + 2 * width, mask=mask, other=0.0)
+    h3 = tl.load(at + 3 * width, mask=mask, other=0.0)
+    if HAS_Y:
+        out = tl.load(y + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+        f0, f1, f2, f3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
+        h0 = _written(f0, f1, f2, f3, out, post + row * 4, comb + row * 16)
+        h1 = _written(f0, f1, f2, f3, out, post + row * 4 + 1, comb + row * 16 + 1)
+        h2 = _written(f0, f1, f2, f3, out, post + row * 4 + 2, comb + row * 16 + 2)
+        h3 = _written(f0, f1, f2, f3, out, post + row * 4 + 3, comb + row * 16 + 3)
+        to = new_h + row * 4 * width + cols
+        tl.store(to, h0, mask=mask)
+        tl.store(to + width, h1, mask=mask)
+        tl.store(to + 2 * width, h2, mask=mask)
+        tl.store(to + 3 * width, h3, mask=mask)
+    g0, g1, g2, g3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
+    tl.store(squares + row, tl.sum(g0 * g0 + g1 * g1 + g2 * g2 + g3 * g3, axis=0))
+    p = pre + row * 4
+    read = tl.load(p) * g0 + tl.load(p + 1) * g1 + tl.load(p + 2) * g2 + tl.load(p + 3) * g3
+    read = read.to(tl.bfloat16).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(read * read, axis=0) / width + eps)
+    weight = tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x + row * width + cols, (read * scale * weight).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _written(f0, f1, f2, f3, out, post, comb):  # type: ignore[no-untyped-def]
+    """One stream after the write-back, in the order of the reference: streams first, the output last."""
+    mixed = tl.load(comb) * f0 + tl.load(comb + 4) * f1 + tl.load(comb + 8) * f2 + tl.load(comb + 12) * f3
+    return (mixed + tl.load(post) * out).to(tl.bfloat16)
+
+
+@triton.jit
+def mix(  # type: ignore[no-untyped-def]
+    z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32, parts: [splits, T, 32] fp32.
+
+    SPLIT false multiplies fp32 as it is: Triton's interpreter would multiply the bits of bf16 numbers.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    row = rows.to(tl.int64)
+    outputs = tl.arange(0, 32)
+    acc = tl.zeros([ROWS, 32], tl.float32)
+    for step in range(STEPS):
+        cols = (split * STEPS + step) * COLS + tl.arange(0, COLS)
+        inside = cols < width
+        tile = tl.load(z + row[:, None] * width + cols[None, :], mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0)
+        f = tl.load(fn + outputs[None, :] * width + cols[:, None], mask=(outputs < 24)[None, :] & inside[:, None], other=0.0)
+        if SPLIT:
+            high = f.to(tl.bfloat16)
+            rest = f - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(tile, low, acc)
+            acc = tl.dot(tile, middle, acc)
+            acc = tl.dot(tile, high, acc)
+        else:
+            acc = tl.dot(tile.to(tl.float32), f, acc, input_precision="ieee")
+    line = parts + (split * num_rows + row[:, None]) * 32 + outputs[None, :]
+    tl.store(line, acc, mask=(rows < num_rows)[:, None] & (outputs < 24)[None, :])
+
+
+@triton.jit
+def balance(  # type: ignore[no-untyped-def]
+    parts, squares, scale, base, pre, post, comb, num_rows, width, splits, num_iters, hc_eps, rms_eps, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program a row: add the parts, then pre and post [T, 4] and the balanced comb [T, 4, 4]. splits <= SPLITS, a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.rsqrt(tl.load(squares + row) / width + rms_eps)
+    s = tl.arange(0, SPLITS)
+    four = tl.arange(0, 4)
+    cell = four[:, None] * 4 + four[None, :]
+    lines = parts + (s * num_rows + row) * 32
+    some = s < splits
+    raw = tl.sum(tl.load(lines[:, None] + four[None, :], mask=some[:, None], other=0.0), axis=0) * factor
+    gate = raw * tl.load(scale + four) + tl.load(base + four)
+    tl.store(pre + row * 4 + four, 1.0 / (1.0 + tl.exp(-gate)) + hc_eps)
+    raw = tl.sum(tl.load(lines[:, None] + 4 + four[None, :], mask=some[:, None], other=0.0), axis=0) * factor
+    gate = raw * tl.load(scale + 4 + four) + tl.load(base + 4 + four)
+    tl.store(post + row * 4 + four, 2.0 / (1.0 + tl.exp(-gate)))
+    raw = tl.sum(tl.load(lines[:, None, None] + 8 + cell[None, :, :], mask=some[:, None, None], other=0.0), axis=0) * factor
+    a = raw * tl.load(scale + 8 + cell) + tl.load(base + 8 + cell)
+    a = tl.exp(a - tl.max(a, axis=1)[:, None])
+    a = a / tl.sum(a, axis=1)[:, None] + hc_eps
+    a = a / (tl.sum(a, axis=0)[None, :] + hc_eps)
+    for _ in range(num_iters - 1):
+        a = a / (tl.sum(a, axis=1)[:, None] + hc_eps)
+        a = a / (tl.sum(a, axis=0)[None, :] + hc_eps)
+    tl.store(comb + row * 16 + cell, a)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How `mix` divides its work: rows of a program, columns of a step, steps of a program."""
+
+    rows: int
+    cols: int
+    steps: int
+
+
+def division(rows: int) -> Division:
+    """Few rows: many short programs, for latency. Many rows: longer ones, so that the mixing matrix is read less often."""
+    if rows <= 64:
+        return Division(16, 128, 2)
+    if rows <= 512:
+        return Division(16, 128, 8)
+    return Division(64, 64, 40)
+
+
+def launch(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
+    """The op `hyper_boundary`. Streams of another number or dtype than four of bf16 go to the reference, aloud."""
+    rows, n, _ = h.shape
+    if n != STREAMS or h.dtype != torch.bfloat16 or norm.dtype != torch.bfloat16:
+        warn_once("hyper_boundary", f"{n} streams of {h.dtype}, the kernels take {STREAMS} of torch.bfloat16")
+        boundary: Boundary = HYPER_BOUNDARY.reference(h, written, mixer, pre, norm, eps)
+        return boundary
+    h, x, squares = write_back(h.contiguous(), written, pre.contiguous(), norm, eps)
+    return Boundary(h, x, *(mixes(h, squares, mixer, eps, division(rows)) if mixer is not None else (None, None, None)))
+
+
+def write_back(h: Tensor, written: Written | None, pre: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The streams, the next input, and the squares that `mixes` needs."""
+    rows, _, width = h.shape
+    x, squares = torch.empty(rows, width, dtype=h.dtype, device=h.device), torch.empty(rows, device=h.device)
+    new_h = torch.empty_like(h) if written is not None else h
+    # Arguments that a variant does not read are passed as some tensor.
+    y, post, comb = (written.y.contiguous(), written.post, written.comb) if written is not None else (x, pre, pre)
+    if rows:
+        block = triton.next_power_of_2(width)
+        write_and_read[(rows,)](
+            h, y, post, comb, pre, norm, new_h, x, squares, width, eps, written is not None, block,
+            num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return new_h, x, squares
+
+
+def mixes(h: Tensor, squares: Tensor, mixer: Mixer, eps: float, divided: Division) -> tuple[Tensor, Tensor, Tensor]:
+    """pre, post and comb of the streams h."""
+    rows, n, width = h.shape
+    splits = triton.cdiv(n * width, divided.cols * divided.steps)
+    parts = torch.empty(splits, rows, _WIDTH, device=h.device)
+    pre, post, comb = (torch.empty(rows, *shape, device=h.device) for shape in ((n,), (n,), (n, n)))
+    if rows:
+        mix[triton.cdiv(rows, divided.rows), splits](
+            h, mixer.fn, parts, rows, n * width, divided.rows, divided.cols, divided.steps, not _INTERPRETED, num_warps=4, num_stages=3
+        )
+        balance[(rows,)](
+            parts, squares, mixer.scale, mixer.base, pre, post, comb, rows, n * width, splits, mixer.num_iters, mixer.eps, eps,
+            triton.next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
+    return pre, post, comb
