@@ -111,6 +111,12 @@ class EngineConfig:
         "Calibration of draft confidences: one divisor, or one per drafted token, comma separated.",
         aliases=("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE",),
     )
+    zero_overhead_scheduling: bool | str = knob(
+        "auto",
+        "Plan the next step while one is computed; auto is what measured better on the device.",
+        choices=("auto", True, False),
+        aliases=("DEEPINFER_ZERO_OVERHEAD_SCHEDULING",),
+    )
     batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
     cudagraph_batch_size_interval: int | str = knob(
         "auto",

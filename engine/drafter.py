@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,34 @@ from engine.spec_lengths import FixedLength, LengthPolicy, survival_rates
 # Draws of drafts by rejection must be independent of all others, also of the last round's draw for the same position: the number of
 # drafts that are verified may depend on that one. So the seed moves with the place where the block starts.
 _SEED_STEP = 1_000_000_007
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPoint:
+    """Where drafts of a sequence begin: behind `token_id`, the last of its `length` tokens. The sequence itself may not know it yet."""
+
+    seq: Sequence
+    token_id: int
+    length: int
+
+    @staticmethod
+    def of(seq: Sequence) -> DraftPoint:
+        """Behind a sequence that knows all its tokens."""
+        return DraftPoint(seq, seq.token_ids[-1], len(seq.token_ids))
+
+
+class DrafterLike(Protocol):
+    """Proposes tokens that a verify step then checks."""
+
+    max_drafts: int
+    policy: LengthPolicy
+    proposals: Proposals
+
+    def propose(self, points: list[DraftPoint], rooms: list[int]) -> list[list[int]]:
+        """Drafts for each sequence, at most as many as its room; an empty list where none are worth it."""
+
+    def observe(self, seqs: list[Sequence], drafts: list[list[int]], kept: list[list[int]]) -> None:
+        """What became of the drafts: `kept` holds the tokens that a verification emitted for each sequence."""
 
 
 class DraftingRunner(Protocol):
@@ -58,14 +87,15 @@ class Drafter:
         self._end_token_ids = end_token_ids
         self._temperatures = torch.tensor(temperatures or [1.0] * max_drafts)
 
-    def propose(self, seqs: list[Sequence], rooms: list[int]) -> list[list[int]]:
+    def propose(self, points: list[DraftPoint], rooms: list[int]) -> list[list[int]]:
         """Drafts for each sequence, at most `rooms[i]`. The budget comes from earlier rounds, its distribution from this one."""
         self.proposals = NO_PROPOSALS
+        seqs = [point.seq for point in points]
         budget = self.policy.budget([seq.draft_rates for seq in seqs], rooms)
         if budget == 0:
             return [[] for _ in seqs]
-        sampling = _DraftSampling.of(seqs, self.max_drafts)
-        slices = [DraftSlice(seq.token_ids[-1], len(seq.token_ids) - 2, seq.state_slot) for seq in seqs]
+        sampling = _DraftSampling.of(points, self.max_drafts)
+        slices = [DraftSlice(point.token_id, point.length - 2, point.seq.state_slot) for point in points]
         output = self._runner.draft(slices, sampling.choose if sampling else None)
         if sampling is not None:
             self.proposals = sampling.proposals
@@ -98,21 +128,22 @@ class Drafter:
 class _DraftSampling:
     """Draws the drafts of sampled sequences from the drafter's distribution after their own temperature and filters."""
 
-    def __init__(self, seqs: list[Sequence], max_drafts: int, sampled: list[int]) -> None:
+    def __init__(self, points: list[DraftPoint], max_drafts: int, sampled: list[int]) -> None:
         self._max_drafts = max_drafts
         self._sampled = sampled
+        seqs = [point.seq for point in points]
         self._params = [seqs[i].request.params for i in sampled]
-        self._lens = [len(seqs[i].token_ids) for i in sampled]
+        self._lens = [points[i].length for i in sampled]
         self._seeds = [seqs[i].seed for i in sampled]
         self._coupled = [k for k, params in enumerate(self._params) if params.seed is not None]
         self._free = [k for k, params in enumerate(self._params) if params.seed is None]
         self.proposals = Proposals({seqs[sampled[k]].seq_id: row for row, k in enumerate(self._free)}, [])
 
     @staticmethod
-    def of(seqs: list[Sequence], max_drafts: int) -> _DraftSampling | None:
+    def of(points: list[DraftPoint], max_drafts: int) -> _DraftSampling | None:
         """None when all sequences are greedy."""
-        sampled = [i for i, seq in enumerate(seqs) if seq.request.params.temperature > 0.0]
-        return _DraftSampling(seqs, max_drafts, sampled) if sampled else None
+        sampled = [i for i, point in enumerate(points) if point.seq.request.params.temperature > 0.0]
+        return _DraftSampling(points, max_drafts, sampled) if sampled else None
 
     def choose(self, place: int, logits: Tensor) -> Tensor:
         """logits: [B, V]. Sequences with a seed run the race that the target will run; the others draw numbers of their own."""

@@ -11,18 +11,22 @@ from engine.batch import Batch, StepKind
 from engine.cache_contract import NoPrefixCache, PrefixCacheLike
 from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
-from engine.drafter import Drafter
+from engine.drafter import Drafter, DrafterLike
 from engine.errors import ConfigError, RequestError
 from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
 from engine.models.draft import Choose, DraftSlice
+from engine.pipeline import Pipeline
 from engine.prefill_gate import PrefillGate
 from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
-from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
-from engine.spec_costs import StepWatch, measure
+from engine.scheduler import Scheduler
+from engine.spec_costs import measure
 from engine.spec_lengths import ThroughputLength
+from engine.step import SchedulerLimits, Step
+from engine.step_runner import StepRunner
+from engine.stream import CallerStream, Stream, WorkerStream
 from engine.structured_output import Matcher
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
@@ -58,9 +62,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[str, float], None] | None = None,
         cache_home: CacheHome | None = None,
+        stream: Stream | None = None,
     ) -> None:
         """Load the model unless a runner is given, build the prefix cache unless it is off. cache_home: where the cache's memory may
-        outlive this process.
+        outlive this process. stream: where steps are computed instead of where the settings say.
 
         Raises:
             ConfigError, CheckpointError, NotEnoughMemory: with the remedy in the message.
@@ -77,18 +82,19 @@ class Engine:
         self._steps = 0
         self._next_seq_id = 0
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
+        drafter = _drafter(config, self.runner)
+        limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size, drafter)
+        sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
+        self.overlaps = _overlaps(config, self.limits.device)
+        self._step_runner = StepRunner(self.runner, sampler, drafter, limits.history_len)
+        self._pipeline = Pipeline(stream or (WorkerStream() if self.overlaps else CallerStream()), self._step_runner)
         gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
-        limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size)
-        self._watch = StepWatch(self.limits.device)
-        self.drafter = _drafter(config, self.runner, limits.eos_token_ids)
-        self.scheduler = Scheduler(limits, gate, self.cache, clock, self.drafter)
+        self.scheduler = Scheduler(limits, gate, self.cache, clock, self._land)
+        self._outputs: list[Output] = []
         self._measured_path = ""
-        if self.drafter is not None and config.enable_mtp_varlen:
-            self._measure_costs(self.drafter)
-        self.sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
+        self._measure_costs()
         self.grammars = GrammarBuilds(self._grammar_compiler, clock)
         self._stop_token_ids = sorted(limits.eos_token_ids)
-        self._finals: list[Output] = []
 
     # ---- requests
 
@@ -152,7 +158,7 @@ class Engine:
         for build in self.grammars.poll():
             request = build.request
             if build.error:
-                self._finals.append(Output(request.request_id, [], FinishReason.ERROR, error=build.error))
+                self._outputs.append(Output(request.request_id, [], FinishReason.ERROR, error=build.error))
             else:
                 self._enqueue(request, self._matcher(build), build.submitted_s)
 
@@ -167,7 +173,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. Its final output, reason ABORT, comes with the next step; unknown ids are ignored."""
         if self.grammars.cancel(request_id):
-            self._finals.append(Output(request_id, [], FinishReason.ABORT))
+            self._outputs.append(Output(request_id, [], FinishReason.ABORT))
         self.scheduler.abort(request_id)
 
     # ---- the loop
@@ -180,42 +186,42 @@ class Engine:
         """
         self._take_grammars()
         self.cache.begin_step(decoding=bool(self.scheduler.running))
+        self._measure_costs()
         step = self.scheduler.schedule()
+        # Behind the tokens of a step that was read meanwhile: a sequence that has ended says so last.
+        self._outputs.extend(self.scheduler.take_finals())
         self.idle = step.idle and not self.grammars
-        outputs = self._finals + self.scheduler.take_finals()
-        self._finals = []
         if step.idle:
             if self.grammars:
                 self.grammars.wait(GRAMMAR_WAIT_S)
-            return outputs
+            return self._take_outputs()
         self._steps += 1
         # Without shared experts the forward has no collective, so a rank without work has nothing to take part in
         # beyond the vote; with shared experts it would have to join their exchanges with a placeholder row.
-        if not step.seqs:
-            return outputs
-        sampled = self._compute(step) if self.drafter is None or step.kind is StepKind.PREFILL else self._speculate(step, self.drafter)
-        outputs.extend(self.scheduler.commit(step, sampled))
-        return outputs
-
-    def _compute(self, step: Step) -> Sampled:
-        logits = self.runner.run(step.batch)
-        return self.sampler(logits, step.rows) if step.rows else Sampled([])
-
-    def _speculate(self, step: Step, drafter: Drafter) -> Sampled:
-        """A decode or verify step whose duration and acceptance decide about later drafts."""
-        if self._measured_path and self._measured_path != _path_of(self.runner):
-            self._measure_costs(drafter)
-        watch = self._watch
-        watch.start()
-        logits = self.runner.run(step.batch)
-        watch.forward_enqueued()
-        if step.kind is StepKind.DECODE:
-            sampled = self.sampler(logits, step.rows)
+        if step.seqs:
+            self._run(step)
         else:
-            sampled = self.sampler.verify(logits, step.rows, step.drafts, drafter.proposals)
-            drafter.observe(step.rows, step.drafts, sampled.token_ids)
-        drafter.policy.observe_cost(len(logits), len(step.rows), *watch.stop())
-        return sampled
+            self._land()
+        return self._take_outputs()
+
+    def _run(self, step: Step) -> None:
+        """Start a step, read the tokens of the one before it meanwhile. A prompt step, or every step without overlap, is waited for."""
+        launched = self._pipeline.launch(step)
+        self._land()
+        self._pipeline.sample(launched)
+        if not self.overlaps or step.kind is StepKind.PREFILL:
+            self._land()
+
+    def _land(self) -> None:
+        """Take in the tokens of the step in flight, if there is one."""
+        landed = self._pipeline.land()
+        if landed is not None:
+            self._outputs.extend(self.scheduler.commit(*landed))
+
+    def _take_outputs(self) -> list[Output]:
+        """What has been produced since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     # ---- control
 
@@ -231,8 +237,12 @@ class Engine:
         """
         self.scheduler.gate.propose(attempt, any_)
 
-    def _measure_costs(self, drafter: Drafter) -> None:
+    def _measure_costs(self) -> None:
         """Take the cost curve of the model's present path, on blocks and slots that nobody owns. None free: ask again later."""
+        drafter = self.drafter
+        if drafter is None or not self.config.enable_mtp_varlen or self._measured_path == _path_of(self.runner):
+            return
+        self._land()
         pools = self.scheduler.blocks
         per_seq = pools.blocks_for(drafter.max_drafts + 1)
         count = min(self.limits.max_num_seqs, pools.slots.num_free, pools.blocks.num_free // per_seq)
@@ -244,6 +254,15 @@ class Engine:
         self._measured_path = _path_of(self.runner)
         pools.blocks.free_all(blocks)
         pools.slots.free_all(slots)
+
+    @property
+    def drafter(self) -> DrafterLike | None:
+        """Where drafts come from; None without speculation. Another one may take its place while nothing runs."""
+        return self._step_runner.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: DrafterLike | None) -> None:
+        self._step_runner.drafter = drafter
 
     @property
     def prefill_intervals(self) -> tuple[int, int]:
@@ -270,7 +289,7 @@ class Engine:
             ConfigError: unknown kind, no host cache to break, nothing stored yet, or the place does not exist.
         """
         if kind == "nan":
-            self.sampler.poison_next_row = True
+            self._step_runner.sampler.poison_next_row = True
             return {"kind": kind}
         return self.cache.inject_fault(kind, **where)
 
@@ -281,6 +300,7 @@ class Engine:
     def close(self) -> None:
         """Leave the group and give the cache's memory back. Open requests get no output; calling it twice is harmless."""
         self.grammars.close()
+        self._pipeline.close()  # first: steps write to memory that the cache's copies read
         self.cache.close()
         self.group.close()
 
@@ -294,12 +314,17 @@ def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None]
     return ModelRunner(config, draft=config.spec and config.num_draft_tokens > 0, on_progress=on_progress)
 
 
-def _drafter(config: EngineConfig, runner: Any, end_token_ids: frozenset[int]) -> Drafter | None:
+def _overlaps(config: EngineConfig, device: str) -> bool:
+    """Whether scheduling overlaps computing."""
+    return config.zero_overhead_scheduling is True
+
+
+def _drafter(config: EngineConfig, runner: Any) -> Drafter | None:
     """None when speculation is off or the model has no draft stages."""
     num_drafts = min(config.num_draft_tokens, runner.limits.draft_block_size) if config.spec else 0
     if num_drafts == 0:
         return None
-    return Drafter(runner, num_drafts, end_token_ids, temperatures=config.confidence_temperatures(num_drafts))
+    return Drafter(runner, num_drafts, _end_token_ids(runner.limits), temperatures=config.confidence_temperatures(num_drafts))
 
 
 def _path_of(runner: Any) -> str:
@@ -316,8 +341,12 @@ def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int, home: Cache
     return build_prefix_cache(hicache, runner.kv, runner.limits, ranks, home)
 
 
-def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int) -> SchedulerLimits:
+def _end_token_ids(limits: Any) -> frozenset[int]:
     eos = limits.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or ())
+
+
+def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int, drafter: Drafter | None) -> SchedulerLimits:
     return SchedulerLimits(
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -325,8 +354,9 @@ def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int) -> Sch
         num_blocks=limits.num_blocks,
         num_state_slots=limits.num_state_slots,
         block_size=block_size,
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        eos_token_ids=_end_token_ids(limits),
         history_len=limits.ngram_history,
         chunked_prefill=config.chunked_prefill,
         stop_preempted_request=config.stop_preempted_request,
+        max_drafts=0 if drafter is None else drafter.max_drafts,
     )

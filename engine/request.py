@@ -161,6 +161,7 @@ class Sequence:
     block_table: device block ids, block i holds tokens [i*block_size, (i+1)*block_size). state_slot: -1 when none.
     prefill_len: tokens to prefill before decoding (the prompt; after preemption also the output so far).
     draft_rates: how likely each draft of the last round was to be kept, with all before it; empty before the first round.
+    flights: steps with this sequence that are planned and not committed; pending: most tokens that the latest of them may add.
     matcher: follows the output of a request with a grammar; it reads tokens that it has not seen, so preemption does not concern it.
     """
 
@@ -183,6 +184,8 @@ class Sequence:
     restored_s: float = 0.0
     first_token_s: float = 0.0
     draft_rates: list[float] = field(default_factory=list)
+    flights: int = 0
+    pending: int = 0
     matcher: Matcher | None = None
 
     @property

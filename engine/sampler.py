@@ -16,8 +16,8 @@ from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits, edits_logits
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.request import SamplingParams, Sequence, TokenLogprob
-from engine.scheduler import Sampled
 from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
+from engine.step import Sampled
 from engine.structured_output import RowMasks, apply_masks, draft_masks, row_masks
 
 LOGPROB_FLOOR = -9999.0  # instead of minus infinity, which JSON cannot carry
@@ -240,7 +240,7 @@ def _kept_tokens(drafts: list[list[int]], tokens: list[int], errors: dict[int, s
             if bad is not None:
                 failed[k] = errors[bad]
         begin += len(ids) + 1
-    return Sampled(kept, errors=failed)
+    return Sampled(kept, errors=failed, drafted=[len(ids) for ids in drafts])
 
 
 def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:

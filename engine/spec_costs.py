@@ -169,26 +169,36 @@ def _timed(action: Callable[[], Any], clock: Callable[[], float]) -> float:
 
 
 class StepWatch:
-    """Times the two parts of a step without waiting for the device: events on a GPU, the clock on a CPU."""
+    """Times the two parts of a step without waiting for the device: events on a GPU, the clock on a CPU.
+
+    The parts need not follow each other at once: the sampling of a step may wait for the host.
+    """
 
     def __init__(self, device: str) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
-        self._began = self._between = 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if device == "cuda" else []
+        self._times = [0.0] * 3
 
     def start(self) -> None:
-        self._began = time.perf_counter()
-        if self._events:
-            self._events[0].record()
+        """The forward pass begins."""
+        self._mark(0)
 
     def forward_enqueued(self) -> None:
-        self._between = time.perf_counter()
-        if self._events:
-            self._events[1].record()
+        self._mark(1)
+
+    def sampling(self) -> None:
+        """The sampling begins."""
+        self._mark(2)
 
     def stop(self) -> tuple[float, float]:
         """Seconds of the forward and of the sampling. Call it when the sampled tokens are on the host: the events are over then."""
-        end = time.perf_counter()
         if not self._events:
-            return self._between - self._began, end - self._between
-        forward_s = self._events[0].elapsed_time(self._events[1]) / 1e3
-        return forward_s, max(0.0, end - self._began - forward_s)
+            return self._times[1] - self._times[0], time.perf_counter() - self._times[2]
+        self._events[3].record()
+        self._events[3].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3, self._events[2].elapsed_time(self._events[3]) / 1e3
+
+    def _mark(self, place: int) -> None:
+        if self._events:
+            self._events[place].record()
+        else:
+            self._times[place] = time.perf_counter()

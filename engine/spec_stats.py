@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.drafter import Drafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import Request, SamplingParams, Sequence
@@ -122,7 +123,7 @@ def measure_drafts(
         RequestError: a prompt cannot be served.
     """
     drafter = engine.drafter
-    if drafter is None:
+    if not isinstance(drafter, Drafter):
         raise ConfigError("this engine drafts nothing", hint="a checkpoint with draft stages, --spec, --num-draft-tokens above 0")
     recorder, policy = recorder or DraftRecorder(), drafter.policy
     drafter.recorder, drafter.policy = recorder, FixedLength()

@@ -116,8 +116,8 @@ class Bench:
         self._sent += 1
 
     def _drain(self) -> None:
-        scheduler = self._engine.scheduler
-        while scheduler.waiting or scheduler.running:
+        self._engine.step()
+        while not self._engine.idle:
             self._engine.step()
 
     def _abort(self) -> None:

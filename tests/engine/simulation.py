@@ -11,7 +11,8 @@ from engine.cache_contract import NoPlan, NoPrefixCache
 from engine.distributed import Group, SoloGroup
 from engine.prefill_gate import PrefillGate
 from engine.request import Output, Request, SamplingParams, Sequence
-from engine.scheduler import Sampled, Scheduler, SchedulerLimits, Step
+from engine.scheduler import Scheduler
+from engine.step import Sampled, SchedulerLimits, Step
 from tests.parallel.thread_tensors import ThreadTensors
 
 EOS = 1

@@ -3,7 +3,7 @@ import pytest
 from engine.batch import LogitRows, StepKind
 from engine.prefill_gate import DECODE_PAUSE, MAX_PROMPT_STREAK
 from engine.request import FinishReason
-from engine.scheduler import Sampled
+from engine.step import Sampled
 from tests.engine.simulation import (
     EOS,
     FakeClock,
@@ -290,7 +290,7 @@ def test_the_victim_is_the_cheapest_per_block_and_never_the_one_closest_to_its_e
         run_step(scheduler)
     cost = {seq.request.request_id: len(seq.token_ids) / len(seq.block_table) for seq in scheduler.running}
     assert cost["near"] < cost["late"] <= cost["cheap"] < cost["dear"]
-    assert scheduler._victim().request.request_id == "late"
+    assert scheduler._decode.victim().request.request_id == "late"
 
 
 def test_preempted_sequences_give_the_same_tokens():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.drafter import Drafter
+from engine.drafter import Drafter, DraftPoint
 from engine.draws import fixed_point, inverse_cdf, race
 from engine.random_keys import MASK64, Purpose, draws53, race_keys
 from engine.request import Request, SamplingParams, Sequence
@@ -182,7 +182,7 @@ class Table:
         return _Drafted(torch.stack(ids, 1), torch.zeros(len(slices), 3))
 
     def step(self, seqs: list[Sequence], drafter: Drafter, sampler: Sampler, room: int = 3) -> list[list[int]]:
-        drafts = drafter.propose(seqs, [room] * len(seqs))
+        drafts = drafter.propose([DraftPoint.of(seq) for seq in seqs], [room] * len(seqs))
         rows = [token for seq, ids in zip(seqs, drafts, strict=True) for token in [seq.token_ids[-1], *ids]]
         return sampler.verify(self.target[rows], seqs, drafts, drafter.proposals).token_ids
 

@@ -123,7 +123,6 @@ def test_computed_tokens_never_include_the_newest_one():
 
 def test_blocks_of_refused_drafts_are_returned_before_anybody_is_preempted():
     scheduler = make_scheduler(num_blocks=16, max_num_seqs=2)
-    scheduler.drafter = object()
     first, second = make_sequence("a", 8, max_tokens=20), make_sequence("b", 7, max_tokens=20)
     for seq, count in ((first, 2), (second, 4)):  # `second` owns two blocks more than its tokens need
         scheduler.blocks.allocate(seq, 4 * count)
@@ -131,7 +130,7 @@ def test_blocks_of_refused_drafts_are_returned_before_anybody_is_preempted():
         scheduler.running.append(seq)
     first.token_ids.append(3)
     held = scheduler.blocks.blocks.allocate(scheduler.blocks.blocks.num_free)
-    scheduler._grow_tables()
+    scheduler._decode.grow_tables()
     assert (len(first.block_table), len(second.block_table), scheduler.counters.preemptions) == (3, 2, 0)
     assert scheduler.blocks.blocks.num_used == 5 + len(held)
 

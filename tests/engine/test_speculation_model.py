@@ -36,11 +36,13 @@ class Oracle:
     def __init__(self, texts: list[list[int]], seed: int, wrong: float) -> None:
         self.texts, self.rng, self.wrong = texts, random.Random(seed), wrong
 
-    def propose(self, seqs, rooms):
+    def propose(self, points, rooms):
         drafts = []
-        for seq, room in zip(seqs, rooms, strict=True):
-            known = next(text for text in self.texts if text[: len(seq.token_ids)] == seq.token_ids)
-            ids = known[len(seq.token_ids) : len(seq.token_ids) + self.rng.randint(0, room)]
+        for point, room in zip(points, rooms, strict=True):
+            # The newest tokens may not have reached the sequence yet, but they are the known ones.
+            known = next(text for text in self.texts if text[: len(point.seq.token_ids)] == point.seq.token_ids)
+            assert known[point.length - 1] == point.token_id
+            ids = known[point.length : point.length + self.rng.randint(0, room)]
             drafts.append([3 + token % 9 if self.rng.random() < self.wrong else token for token in ids])
         return drafts
 
@@ -56,7 +58,7 @@ class DraftOnly(FixedLength):
 
 
 def with_oracle(engine: Engine, texts: list[list[int]], wrong: float) -> Engine:
-    engine.drafter = engine.scheduler.drafter = Oracle(texts, seed=4, wrong=wrong)
+    engine.drafter = Oracle(texts, seed=4, wrong=wrong)
     return engine
 
 

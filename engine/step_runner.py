@@ -1,0 +1,98 @@
+"""Computes planned steps: drafts, forward pass, sampling. Runs on the stream; scheduling never touches what it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from engine.batch import LogitRows, SequenceSlice, StepKind
+from engine.drafter import DrafterLike, DraftPoint
+from engine.late_tokens import caught_up
+from engine.sampler import Sampler
+from engine.spec_costs import StepWatch
+from engine.step import Sampled, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What a plan did not know: the tokens of the step before it. rows: see `later_rows`."""
+
+    rows: list[int]
+    sampled: Callable[[], Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step after its forward pass. drafts: of each sequence in a verify step. logits: [R, V] fp32."""
+
+    step: Step
+    logits: Tensor
+    drafts: list[list[int]] = field(default_factory=list)
+
+
+class StepRunner:
+    """Model, drafter and sampler of one rank."""
+
+    def __init__(self, runner: Any, sampler: Sampler, drafter: DrafterLike | None, history_len: int) -> None:
+        self.runner, self.sampler, self.drafter = runner, sampler, drafter
+        self._history_len = history_len
+        self._watch = StepWatch(runner.limits.device)
+
+    def forward(self, step: Step, late: Late | None = None) -> Computed:
+        """Drafts of a decode step, if it pays, then the forward pass."""
+        if late is not None:
+            step = caught_up(step, late.rows, late.sampled(), self._history_len)
+        drafts: list[list[int]] = []
+        if step.kind is StepKind.DECODE and self.drafter is not None:
+            drafts = self._propose(step, self.drafter)
+            if drafts:
+                step = with_drafts(step, drafts)
+        self._watch.start()
+        logits = self.runner.run(step.batch)
+        self._watch.forward_enqueued()
+        return Computed(step, logits, drafts)
+
+    def sample(self, computed: Computed) -> Sampled:
+        """Tokens of a step. Everything that the step before it produced is in its sequences by now."""
+        step, logits = computed.step, computed.logits
+        if not step.rows:
+            return Sampled([])
+        self._watch.sampling()
+        if step.kind is StepKind.VERIFY:
+            assert self.drafter is not None, "drafts without a drafter"
+            sampled = self.sampler.verify(logits, step.rows, computed.drafts, self.drafter.proposals)
+            self.drafter.observe(step.rows, computed.drafts, sampled.token_ids)
+        else:
+            sampled = self.sampler(logits, step.rows)
+        if self.drafter is not None and step.kind is not StepKind.PREFILL:
+            self.drafter.policy.observe_cost(len(logits), len(step.rows), *self._watch.stop())
+        return sampled
+
+    def _propose(self, step: Step, drafter: DrafterLike) -> list[list[int]]:
+        """Drafts of every sequence; nothing when none has any. One token has to follow them, hence room counts from there."""
+        rooms = [min(drafter.max_drafts, room) for room in step.rooms]
+        asked = [i for i, room in enumerate(rooms) if room > 0]
+        if not asked:
+            return []
+        points = [DraftPoint(step.seqs[i], step.slices[i].token_ids[-1], step.slices[i].end) for i in asked]
+        proposed = drafter.propose(points, [rooms[i] for i in asked])
+        if not any(proposed):
+            return []
+        drafts: list[list[int]] = [[] for _ in step.seqs]
+        for i, ids in zip(asked, proposed, strict=True):
+            drafts[i] = ids
+        return drafts
+
+
+def with_drafts(step: Step, drafts: list[list[int]]) -> Step:
+    """The verify step: each sequence's drafts stand behind its last token, and all rows have logits."""
+    slices = [
+        SequenceSlice(
+            [*s.token_ids, *ids], s.start, s.end + len(ids), s.block_table, s.state_slot, s.history, s.swa_valid_start, LogitRows.ALL
+        )
+        for s, ids in zip(step.slices, drafts, strict=True)
+    ]
+    return replace(step, kind=StepKind.VERIFY, slices=slices)
