@@ -20,7 +20,7 @@ def forward(backbone: DeepseekV41, draft: DraftModel | None, inputs: StaticInput
     output = backbone(step, cache, want_taps=draft is not None)
     if draft is not None and output.taps is not None:
         draft.store_taps(output.taps, step.encoder, cache)
-    out[:size] = backbone.logits(output.hidden)
+    backbone.logits(output.hidden, out[:size])
 
 
 class RecordedDecode:

@@ -13,14 +13,15 @@ from engine.models.attention import Attention, window_keys
 from engine.models.compressor import Compressor
 from engine.models.config import TextConfig
 from engine.models.engram import Engram
-from engine.models.hyper_connections import HyperConnection, collapse, expand, first_mix
+from engine.models.hyper_connections import first_mix, load_mixer
 from engine.models.indexer import Indexer, Picks
 from engine.models.inputs import Rows, StepInputs
 from engine.models.moe import MoE
-from engine.models.numerics import Numerics
+from engine.models.numerics import Numerics, WideLinear
 from engine.models.packed_layers import PackedMoE
 from engine.models.probe import Probe
-from engine.ops.rms_norm import rms_norm
+from engine.ops.hyper_boundary import Boundary, Mixer, Written, hyper_boundary
+from engine.ops.hyper_streams import expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,10 @@ class Block:
 
     attention: Attention
     attn_norm: Tensor
-    attn_mix: HyperConnection
+    attn_mix: Mixer
     ffn: MoE | PackedMoE
     ffn_norm: Tensor
-    ffn_mix: HyperConnection
+    ffn_mix: Mixer
     eps: float
 
     @staticmethod
@@ -41,27 +42,34 @@ class Block:
         return Block(
             attention=Attention.load(source, f"{prefix}.attn", ratio, text, numerics),
             attn_norm=source.tensor(f"{prefix}.attn_norm.weight", numerics.dtype),
-            attn_mix=HyperConnection.load(source, f"{prefix}.hc_attn", text),
+            attn_mix=load_mixer(source, f"{prefix}.hc_attn", text),
             ffn=(PackedMoE if numerics.packed_weights else MoE).load(source, f"{prefix}.ffn", text, numerics, *experts),
             ffn_norm=source.tensor(f"{prefix}.ffn_norm.weight", numerics.dtype),
-            ffn_mix=HyperConnection.load(source, f"{prefix}.hc_ffn", text),
+            ffn_mix=load_mixer(source, f"{prefix}.hc_ffn", text),
             eps=text.rms_norm_eps,
         )
 
-    def attention_input(self, h: Tensor, pre: Tensor) -> Tensor:
-        """[T, C]: the streams read with the previous sublayer's weights, normalised."""
-        return rms_norm(collapse(h, pre), self.attn_norm, self.eps)
+    def enter(self, streams: Streams) -> Boundary:
+        """From the streams as the sublayer before left them to this block's attention input and mixes."""
+        return hyper_boundary(streams.h, streams.written, self.attn_mix, streams.pre, self.attn_norm, self.eps)
 
-    def feed_forward(self, h: Tensor, pre: Tensor, layer: int, probe: Probe | None = None) -> tuple[Tensor, Tensor]:
-        """The second sublayer. Returns the streams and the weights with which the next sublayer reads them."""
-        next_pre, post, comb = self.ffn_mix(h)
-        y = self.ffn(rms_norm(collapse(h, pre), self.ffn_norm, self.eps), layer, probe)
-        h = expand(y, h, post, comb)
+    def feed_forward(self, y: Tensor, entered: Boundary, streams: Streams, layer: int, probe: Probe | None = None) -> None:
+        """The second sublayer, behind the attention's output y [T, C]. Leaves its own output in `streams`, to be written back."""
+        assert entered.pre is not None
+        inner = hyper_boundary(entered.h, written(y, entered), self.ffn_mix, entered.pre, self.ffn_norm, self.eps)
+        assert inner.pre is not None
+        out = self.ffn(inner.x, layer, probe)
+        streams.h, streams.pre, streams.written = inner.h, inner.pre, written(out, inner)
         if probe is not None:
-            probe.record("ffn_out", layer, y)
-            probe.record("hidden", layer, h)
-            probe.record("pre_mix", layer, next_pre)
-        return h, next_pre
+            probe.record("ffn_out", layer, out)
+            probe.record("hidden", layer, streams.settle())
+            probe.record("pre_mix", layer, inner.pre)
+
+
+def written(y: Tensor, boundary: Boundary) -> Written:
+    """A sublayer's output with the weights that its own mixes give it."""
+    assert boundary.post is not None and boundary.comb is not None  # noqa: PT018
+    return Written(y, boundary.post, boundary.comb)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +92,41 @@ class Output:
 
 @dataclass(slots=True)
 class Streams:
-    """What travels from layer to layer: streams [T, n, C], read weights [T, n], the rows they belong to, and the current picks."""
+    """What travels from layer to layer: streams [T, n, C], read weights [T, n], the rows they belong to, and the current picks.
+
+    written: the last sublayer's output, which the next boundary writes back on the way; None when h has it already.
+    """
 
     h: Tensor
     pre: Tensor
-    rows: Rows
+    rows: Rows | None = None
     picks: Picks | None = None
+    written: Written | None = None
+
+    def settle(self) -> Tensor:
+        """The streams with everything written back."""
+        if self.written is not None:
+            self.h = expand(self.written.y, self.h, self.written.post, self.written.comb)
+            self.written = None
+        return self.h
 
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV41:
-    """The backbone. embed [V, C], head [V, C] fp32. Stateless: all state of sequences is in the `KVCache` that is passed in."""
+    """The backbone. embed [V, C]. Stateless: all state of sequences is in the `KVCache` that is passed in."""
 
     text: TextConfig
     embed: Tensor
     layers: list[Layer]
     norm: Tensor
-    head: Tensor
+    head: WideLinear
 
     @staticmethod
     def load(source: WeightSource, text: TextConfig, numerics: Numerics, engram_pad_id: int) -> DeepseekV41:
         """Take every backbone tensor from `source`."""
         embed = source.tensor("embed.weight", numerics.dtype)
         layers = [_load_layer(source, layer, text, numerics, engram_pad_id) for layer in range(text.num_hidden_layers)]
-        norm, head = source.tensor("norm.weight", numerics.dtype), source.tensor("head.weight", torch.float32)
+        norm, head = source.tensor("norm.weight", numerics.dtype), WideLinear.load(source, "head.weight", numerics)
         return DeepseekV41(text, embed, layers, norm, head)
 
     def __call__(self, inputs: StepInputs, cache: KVCache, *, want_taps: bool = False, probe: Probe | None = None) -> Output:
@@ -117,46 +136,47 @@ class DeepseekV41:
         taps = []
         for number, layer in enumerate(self.layers):
             if layer.engram is not None:
-                state.h = layer.engram(state.h, inputs.grams, number, probe)
+                state.h = layer.engram(state.settle(), inputs.grams, number, probe)
             if number == self.text.boundary and inputs.kept is not None and not self._enter_decoder(layer, number, state, inputs, cache):
                 return Output(state.h.new_zeros(0, self.text.hidden_size), None)
+            entered = layer.block.enter(state)
             if (want_taps or probe is not None) and number in self.text.dspark_target_layer_ids:
-                taps.append(state.h.float().mean(1).to(state.h.dtype))
-            self._run_layer(layer, number, state, inputs, cache, probe)
+                taps.append(entered.h.float().mean(1).to(entered.h.dtype))
+            self._run_layer(layer, number, entered, state, inputs, cache, probe)
         if probe is not None and taps:
             probe.record("main_hidden", -1, torch.cat(taps, 1))
-        hidden = rms_norm(collapse(state.h, state.pre), self.norm, self.text.rms_norm_eps)
+        hidden = hyper_boundary(state.h, state.written, None, state.pre, self.norm, self.text.rms_norm_eps).x
         return Output(hidden, torch.cat(taps, 1) if taps else None)
 
-    def run_one_layer(
-        self, number: int, h: Tensor, pre: Tensor, inputs: StepInputs, cache: KVCache, picks: Picks | None, probe: Probe | None = None
-    ) -> Streams:
-        """One layer alone on given streams h [T, n, C] and read weights pre [T, n]. For measurements; decoder truncation does not apply."""
+    def run_one_layer(self, number: int, state: Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None = None) -> None:
+        """One layer alone, on and in `state`. For measurements; decoder truncation does not apply."""
         layer = self.layers[number]
-        state = Streams(h if layer.engram is None else layer.engram(h, inputs.grams, number, probe), pre, inputs.encoder, picks)
-        self._run_layer(layer, number, state, inputs, cache, probe)
-        return state
+        if layer.engram is not None:
+            state.h = layer.engram(state.settle(), inputs.grams, number, probe)
+        self._run_layer(layer, number, layer.block.enter(state), state, inputs, cache, probe)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, C] normalised output -> [R, V] fp32."""
-        return torch.nn.functional.linear(hidden.float(), self.head)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, C] normalised output -> [R, V] fp32, into `out` when given."""
+        return self.head(hidden, out)
 
     def _enter_decoder(self, layer: Layer, number: int, state: Streams, inputs: StepInputs, cache: KVCache) -> bool:
         """Compress ALL rows of the chunk, then drop the rows that decoder layers do not see. False when no row is left."""
         assert layer.compressor is not None
         assert inputs.kept is not None
-        x = layer.block.attention_input(state.h, state.pre)
+        block, state.h = layer.block, state.settle()
+        x = hyper_boundary(state.h, None, None, state.pre, block.attn_norm, block.eps).x
         layer.compressor(x, inputs.entries[self.text.ratio(number)], cache)
         state.h, state.pre = state.h.index_select(0, inputs.kept), state.pre.index_select(0, inputs.kept)
         return len(inputs.kept) > 0
 
-    def _run_layer(self, layer: Layer, number: int, state: Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None) -> None:
-        text, block, ratio = self.text, layer.block, self.text.ratio(number)
+    def _run_layer(
+        self, layer: Layer, number: int, entered: Boundary, state: Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None
+    ) -> None:
+        text, block, ratio, x = self.text, layer.block, self.text.ratio(number), entered.x
         if number == text.boundary:
             state.rows = inputs.decoder
         rows = state.rows
-        pre, post, comb = block.attn_mix(state.h)
-        x = block.attention_input(state.h, state.pre)
+        assert rows is not None
         rot = rows.rotations.of(ratio)
         latent, key = block.attention.project(x, rot)
         compressed = number == text.boundary and inputs.kept is not None
@@ -170,7 +190,7 @@ class DeepseekV41:
         y = block.attention.attend(latent, rot, rows.rotations.inverse_of(ratio), sources)
         if probe is not None:
             probe.record("attn_out", number, y)
-        state.h, state.pre = block.feed_forward(expand(y, state.h, post, comb), pre, number, probe)
+        block.feed_forward(y, entered, state, number, probe)
 
 
 def _load_layer(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics, engram_pad_id: int) -> Layer:

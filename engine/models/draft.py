@@ -14,11 +14,12 @@ from torch.nn.functional import linear
 from engine.kv_cache import KVCache
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
-from engine.models.deepseek_v41 import Block, DeepseekV41
-from engine.models.hyper_connections import collapse, expand, first_mix
+from engine.models.deepseek_v41 import Block, DeepseekV41, Streams
+from engine.models.hyper_connections import first_mix
 from engine.models.inputs import Rows
-from engine.models.numerics import Numerics
+from engine.models.numerics import Numerics, WideLinear
 from engine.models.packed_layers import AnyLinear, load_linear
+from engine.ops.hyper_streams import collapse
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotation
 from engine.ops.sparse_attention import Selection
@@ -57,7 +58,7 @@ class DraftModel:
     main_norm: Tensor
     norm: Tensor
     markov_embed: Tensor
-    markov_head: Tensor
+    markov_head: WideLinear
     confidence: Tensor
 
     @staticmethod
@@ -75,7 +76,7 @@ class DraftModel:
             main_norm=source.tensor("mtp.0.main_norm.weight", numerics.dtype),
             norm=source.tensor(f"{last}.norm.weight", numerics.dtype),
             markov_embed=source.tensor(f"{last}.markov_head.embed.weight", numerics.dtype),
-            markov_head=source.tensor(f"{last}.markov_head.head.weight", torch.float32),
+            markov_head=WideLinear.load(source, f"{last}.markov_head.head.weight", numerics),
             confidence=source.tensor(f"{last}.confidence_head.proj.weight", torch.float32),
         )
 
@@ -104,10 +105,10 @@ class DraftModel:
         block = torch.arange(len(token) * size, device=device).view(-1, size)
         seen = (self._window(position, slot, lowest, cache), Selection.of(block.repeat_interleave(size, 0)))
         h = backbone.embed[ids.flatten()][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
-        pre = first_mix(len(h), self.text.hc_mult, device)
+        streams = Streams(h, first_mix(len(h), self.text.hc_mult, device))
         for number, stage in enumerate(self.stages):
-            h, pre = self._run_stage(stage, h, pre, rot, cache.rings[self.text.num_hidden_layers + number], seen)
-        x = collapse(h, pre)
+            self._run_stage(stage, streams, rot, cache.rings[self.text.num_hidden_layers + number], seen)
+        x = collapse(streams.settle(), streams.pre)
         return x, backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps))
 
     def _window(self, position: Tensor, slot: Tensor, lowest: Tensor, cache: KVCache) -> Selection:
@@ -116,13 +117,11 @@ class DraftModel:
         index = (slot[:, None] * cache.ring_rows + keys % cache.ring_rows).masked_fill_(keys < lowest[:, None], -1)
         return Selection.of(index.repeat_interleave(self.text.dspark_block_size, 0))
 
-    def _run_stage(
-        self, stage: Block, h: Tensor, pre: Tensor, rot: Tensor, ring: Tensor, seen: tuple[Selection, Selection]
-    ) -> tuple[Tensor, Tensor]:
-        next_pre, post, comb = stage.attn_mix(h)
-        latent, key = stage.attention.project(stage.attention_input(h, pre), rot)
+    def _run_stage(self, stage: Block, streams: Streams, rot: Tensor, ring: Tensor, seen: tuple[Selection, Selection]) -> None:
+        entered = stage.enter(streams)
+        latent, key = stage.attention.project(entered.x, rot)
         y = stage.attention.attend(latent, rot, rot.conj_physical(), [(ring, seen[0]), (key, seen[1])])
-        return stage.feed_forward(expand(y, h, post, comb), next_pre, -1)
+        stage.feed_forward(y, entered, streams, -1)
 
     def propose(self, x: Tensor, first: Tensor, logits: Tensor, choose: Choose) -> DraftOutput:
         """Walk through the block: each proposal shifts the logits of the next position. x: [B*N, C], first: [B], logits: [B*N, V]."""
@@ -131,9 +130,9 @@ class DraftModel:
         states = x.unflatten(0, (-1, size)).float()
         previous, ids, shifted, confidence = first, [], [], []
         for i in range(size):
-            markov = self.markov_embed[previous].float()
-            shifted.append(base[:, i] + linear(markov, self.markov_head))
-            confidence.append(linear(torch.cat((states[:, i], markov), 1), self.confidence)[:, 0])
+            markov = self.markov_embed[previous]
+            shifted.append(base[:, i] + self.markov_head(markov))
+            confidence.append(linear(torch.cat((states[:, i], markov.float()), 1), self.confidence)[:, 0])
             previous = choose(i, shifted[-1])
             ids.append(previous)
         return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(shifted, 1))

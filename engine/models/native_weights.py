@@ -17,11 +17,11 @@ from engine.models.config import TextConfig
 from engine.models.deepseek_v41 import Block, DeepseekV41
 from engine.models.draft import DraftModel
 from engine.models.engram import Engram
-from engine.models.hyper_connections import HyperConnection
 from engine.models.indexer import Indexer
 from engine.models.moe import MoE
 from engine.models.numerics import Numerics
 from engine.models.packed_layers import AnyBlockLinear, AnyLinear, PackedLinear, PackedMoE
+from engine.ops.hyper_boundary import Mixer
 
 # Heads that share a vector; the query projections are packed so that they come out side by side.
 LANES = 8
@@ -71,7 +71,7 @@ class NativeWeights:
             draft=None if draft is None else ctypes.pointer(self._draft(draft)),
             embed=self._floats(backbone.embed),
             norm=self._floats(backbone.norm),
-            head=self._pack(backbone.head),
+            head=self._pack(backbone.head.weight),
             plain_frequencies=self._floats(tables.plain),
             scaled_frequencies=self._floats(tables.scaled),
             token_map=self._pointer(torch.tensor(tables.token_map, dtype=torch.int32)),
@@ -167,7 +167,7 @@ class NativeWeights:
             chosen=moe.num_chosen,
         )
 
-    def _mix(self, mix: HyperConnection) -> c.Mix:
+    def _mix(self, mix: Mixer) -> c.Mix:
         return c.Mix(fn=self._pack(mix.fn), base=self._floats(mix.base), scale=self._floats(mix.scale))
 
     def _compressor(self, compressor: Compressor) -> c.Compressor:
@@ -210,7 +210,7 @@ class NativeWeights:
     def _draft(self, draft: DraftModel) -> c.Draft:
         return c.Draft(
             main_proj=self._pack(dense(draft.main_proj)),
-            markov_head=self._pack(draft.markov_head),
+            markov_head=self._pack(draft.markov_head.weight),
             main_norm=self._floats(draft.main_norm),
             norm=self._floats(draft.norm),
             markov_embed=self._floats(draft.markov_embed),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.config import Precision
+from engine.loader import WeightSource
 from engine.ops.q8 import q8
 
 
@@ -44,6 +45,28 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(q8(x) if self.quantize_input else x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class WideLinear:
+    """x [T, C] -> [T, A] fp32, sums in fp32. weight: fp32, or bf16 on a GPU, which multiplies bf16 numbers without loss."""
+
+    weight: Tensor
+
+    @staticmethod
+    def load(source: WeightSource, name: str, numerics: Numerics) -> WideLinear:
+        weight = source.tensor(name, torch.float32)
+        return WideLinear(weight.to(numerics.dtype) if weight.is_cuda else weight)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """out: [T, A] fp32 to write to."""
+        if self.weight.dtype is torch.bfloat16:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out) if out is not None else _wide(x, self.weight)
+        return torch.mm(x.float(), self.weight.t(), out=out) if out is not None else torch.nn.functional.linear(x.float(), self.weight)
+
+
+def _wide(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

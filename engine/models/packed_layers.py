@@ -10,19 +10,19 @@ from torch import Tensor
 
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
-from engine.models.numerics import BlockLinear, Linear, Numerics
+from engine.models.numerics import BlockLinear, Linear, Numerics, WideLinear
 from engine.models.probe import Probe
 from engine.ops.packed_experts import PackedExperts, packed_experts
 from engine.ops.packed_linear import packed_linear
 from engine.ops.packed_weights import Format, PackedWeights, pack_gate_up
 from engine.ops.q8 import q8
-from engine.ops.route_experts import expert_logits, route_experts
+from engine.ops.route_experts import route_experts
 from engine.ops.weight_formats import BLOCK, decode_fp8_blocks
 
 log = logging.getLogger(__name__)
 
 # Up to so many rows reading half the bytes pays for decoding them; above, products are the time and the library's bf16 kernels are faster.
-FEW_ROWS = 64
+FEW_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ def load_block_linear(source: WeightSource, name: str, groups: int, numerics: Nu
 
 @dataclass(frozen=True, slots=True)
 class PackedMoE:
-    """The same experts as `MoE`, in their stored formats. gate [E, C], bias [E] fp32."""
+    """The same experts as `MoE`, in their stored formats. bias [E] fp32."""
 
-    gate: Tensor
+    gate: WideLinear
     bias: Tensor
     experts: PackedExperts
     num_chosen: int
@@ -87,15 +87,16 @@ class PackedMoE:
     def load(source: WeightSource, prefix: str, text: TextConfig, numerics: Numerics, num_experts: int, num_chosen: int) -> PackedMoE:
         """prefix: `layers.3.ffn`. Expert after expert, so that one more expert is all the memory that packing needs."""
         inner, hidden = text.moe_intermediate_size, text.hidden_size
-        gate, bias, _ = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("weight", "bias", "bias_vl"))
-        w13 = PackedWeights.empty(Format.FP4, num_experts, 2 * inner, hidden, gate.device)
-        w2 = PackedWeights.empty(Format.FP4, num_experts, hidden, inner, gate.device)
+        gate = WideLinear.load(source, f"{prefix}.gate.weight", numerics)
+        bias, _ = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("bias", "bias_vl"))
+        w13 = PackedWeights.empty(Format.FP4, num_experts, 2 * inner, hidden, bias.device)
+        w2 = PackedWeights.empty(Format.FP4, num_experts, hidden, inner, bias.device)
         for expert in range(num_experts):
             one = pack_gate_up(*_gate_and_up(source, f"{prefix}.experts.{expert}"), Format.FP4)
             w13.codes[expert], w13.scales[expert] = one.codes[0], one.scales[0]
             w2.fill(expert, *_stored(source, f"{prefix}.experts.{expert}.w2.weight"))
         shared = f"{prefix}.shared_experts"
-        shared_w2 = PackedWeights.empty(Format.FP8, 1, hidden, inner, gate.device)
+        shared_w2 = PackedWeights.empty(Format.FP8, 1, hidden, inner, bias.device)
         shared_w13 = pack_gate_up(*_gate_and_up(source, shared), Format.FP8)
         shared_w2.fill(0, *_stored(source, f"{shared}.w2.weight"))
         experts = PackedExperts(w13, w2, shared_w13, shared_w2)
@@ -103,7 +104,7 @@ class PackedMoE:
 
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
         """x: [T, C]. Returns [T, C] of x's dtype."""
-        logits = expert_logits(x, self.gate, self.text.gate_temp)
+        logits = self.gate(x) / self.text.gate_temp if self.text.gate_temp != 1.0 else self.gate(x)
         ids, weights = route_experts(logits, self.bias, self.num_chosen, self.text.routed_scaling_factor)
         if probe is not None:
             probe.record("router_ids", layer, ids)

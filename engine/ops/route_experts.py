@@ -30,9 +30,7 @@ def _reference(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tens
     return ids, weights * (scale / (weights.sum(1, keepdim=True) + _EPS))
 
 
-ROUTE_EXPERTS = Op(
-    "route_experts", reference=_reference, triton="engine.ops.triton.route_experts:launch", tolerance=Tolerance(fp32=2e-6)
-)
+ROUTE_EXPERTS = Op("route_experts", reference=_reference, triton="engine.ops.triton.route_experts:launch", tolerance=Tolerance(fp32=2e-6))
 
 
 def expert_logits(x: Tensor, gate: Tensor, temperature: float) -> Tensor:

@@ -47,6 +47,7 @@ def launch(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, 
     if tokens:
         block = triton.next_power_of_2(experts)
         route[(tokens,)](
-            logits.contiguous(), bias, ids, weights, experts, scale, block, k, triton.next_power_of_2(k), num_warps=max(1, min(4, block // 128))
+            logits.contiguous(), bias, ids, weights, experts, scale, block, k, triton.next_power_of_2(k),
+            num_warps=max(1, min(4, block // 128)),
         )  # fmt: skip
     return ids, weights
