@@ -27,12 +27,16 @@ struct PackedGemm {
     const int* slots;             // rows of y of each item's tokens; their row of x is slot / x_divisor
     const float* weights;         // factor of each slot for kSwiglu, null for 1
     int64_t x_stride, x_group_stride, y_stride, y_group_stride;
-    int tiles, blocks, rows, cols, num_rows, num_groups, x_divisor;
+    int tiles, blocks, rows, num_rows, num_groups, x_divisor;
     float limit;
 };
 
 constexpr int kWarps = 8;
-constexpr int kStages = 4;
+// Depth of the ring and thread blocks of a multiprocessor: with one tile of tokens three blocks fit its registers and shared memory.
+template <int kTiles>
+constexpr int kStagesOf = kTiles == 1 ? 3 : 4;
+template <int kTiles>
+constexpr int kResidentsOf = kTiles == 1 ? 3 : kTiles <= 4 ? 2 : 1;
 constexpr int kBlockBytes = 2048;
 constexpr int kStageBytes = kBlockBytes + 32 * 8;  // every lane keeps the scales it needs
 
@@ -74,6 +78,11 @@ struct Layout<kFp8> {
 
 // Byte `q` of `fields` as the exponent of a bf16, in both halves.
 __device__ __forceinline__ uint32_t factor(uint32_t fields, int q) { return select_bytes(fields, 0, 0x4040u | q | (q << 8)) << 7; }
+
+template <int kValue>
+struct Number {
+    static constexpr int value = kValue;
+};
 
 struct Item {
     int group, begin, count;
@@ -126,6 +135,62 @@ struct Loader {
     }
 };
 
+// The products of one unit: this warp's blocks of columns times kUsed tiles of tokens. `token`: this lane's first values of each tile's
+// column g. No branch inside the loop over blocks, so that decoding, loads and products of different steps overlap.
+template <Format kFormat, int kTiles, int kSlices, int kUsed>
+__device__ __forceinline__ void accumulate(Loader<kFormat, kTiles, kSlices>& loader, unsigned char* ring, int& head, int lane,
+                                           const uint16_t* (&token)[kTiles], int blocks, int slice, float (&acc)[kTiles][4]) {
+    using L = Layout<kFormat>;
+    constexpr int kSteps = L::kChunk / 16, kStages = kStagesOf<kTiles>;
+    uint4 next[kUsed][L::kVectors];
+    const auto load_tokens = [&](int offset) {
+#pragma unroll
+        for (int j = 0; j < kUsed; ++j) {
+#pragma unroll
+            for (int v = 0; v < L::kVectors; ++v) next[j][v] = load_global16(token[j] + offset + 8 * v);
+        }
+    };
+    if (slice < blocks) load_tokens(0);
+#pragma unroll 1
+    for (int block = slice; block < blocks; block += kSlices) {
+        wait_copies<kStages - 2>();
+        const unsigned char* stage = ring + head * kStageBytes;
+        head = (head + 1) % kStages;
+        // Refills the stage of the previous block, whose values this lane has used.
+        loader.issue(ring + (head + kStages - 2) % kStages * kStageBytes, lane);
+        const uint2 fields = load_shared8(stage + kBlockBytes + lane * 8);
+        // Behind the last block the first chunk of this one is loaded once more, and not used.
+        const int step = block + kSlices < blocks ? kSlices * 4 * L::kChunk : 0;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const uint4 packed = load_shared16(stage + q * 512 + lane * 16);
+            const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+            uint4 now[kUsed][L::kVectors];
+#pragma unroll
+            for (int j = 0; j < kUsed; ++j) {
+#pragma unroll
+                for (int v = 0; v < L::kVectors; ++v) now[j][v] = next[j][v];
+            }
+            if (q == 3) {
+#pragma unroll
+                for (int j = 0; j < kUsed; ++j) token[j] += step;
+            }
+            load_tokens(q < 3 ? (q + 1) * L::kChunk : 0);
+            const uint32_t upper = factor(fields.x, q), lower = factor(fields.y, q);
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                uint32_t a[4];
+                L::decode(words, s, upper, lower, a);
+#pragma unroll
+                for (int j = 0; j < kUsed; ++j) {
+                    const uint4 values = now[j][s / 2];
+                    mma_bf16(acc[j], a, s % 2 ? values.z : values.x, s % 2 ? values.w : values.y);
+                }
+            }
+        }
+    }
+}
+
 template <Epilogue kEpilogue>
 __device__ __forceinline__ void store(const PackedGemm& p, const Item& item, int tile, int column, int g, float upper, float lower) {
     if (column >= item.count) return;
@@ -156,9 +221,9 @@ __device__ __forceinline__ void store(const PackedGemm& p, const Item& item, int
 }
 
 template <Format kFormat, Epilogue kEpilogue, int kTiles, int kSlices>
-__global__ void __launch_bounds__(kWarps * 32, kTiles <= 4 ? 2 : 1) packed_gemm(const PackedGemm p) {
+__global__ void __launch_bounds__(kWarps * 32, kResidentsOf<kTiles>) packed_gemm(const PackedGemm p) {
     using L = Layout<kFormat>;
-    constexpr int kSteps = L::kChunk / 16;
+    constexpr int kStages = kStagesOf<kTiles>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int slice = warp % kSlices, row_warp = warp / kSlices;
     const int num_items = p.items != nullptr ? *p.num_items : (p.num_rows + 8 * kTiles - 1) / (8 * kTiles) * p.num_groups;
@@ -171,7 +236,7 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles <= 4 ? 2 : 1) packed_gemm(
                                             L::scale_offset(g, t), nullptr, nullptr};
     loader.open();
     loader.skip_finished();
-#pragma unroll
+#pragma unroll 1
     for (int s = 0; s < kStages - 1; ++s) loader.issue(ring + s * kStageBytes, lane);
     int head = 0;  // stage of the block to be used next
 
@@ -186,53 +251,20 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles <= 4 ? 2 : 1) packed_gemm(
             // Columns behind the last token repeat the first: their results are dropped, their loads hit the same lines.
             const int entry = item.begin + (j * 8 + g < item.count ? j * 8 + g : 0);
             const int row = p.items != nullptr ? p.slots[entry] / p.x_divisor : entry;
-            token[j] = p.x + row * p.x_stride + item.group * p.x_group_stride;
+            token[j] = p.x + row * p.x_stride + item.group * p.x_group_stride + slice * 4 * L::kChunk + t * 8 * L::kVectors;
         }
         float acc[kTiles][4] = {};
-        uint4 next[kTiles][L::kVectors];
-        const auto load_tokens = [&](int column) {
-            // Padding columns have zero weights; any finite value will do for them.
-            const int offset = column < p.cols ? column : 0;
-#pragma unroll
-            for (int j = 0; j < kTiles; ++j) {
-                if (j * 8 >= item.count) break;
-#pragma unroll
-                for (int v = 0; v < L::kVectors; ++v) next[j][v] = load_global16(token[j] + offset + 8 * v);
-            }
+        const auto run = [&](auto used) {
+            accumulate<kFormat, kTiles, kSlices, used.value>(loader, ring, head, lane, token, p.blocks, slice, acc);
         };
-        const int lane_column = t * 8 * L::kVectors;
-        load_tokens(slice * 4 * L::kChunk + lane_column);
-        for (int block = slice; block < p.blocks; block += kSlices) {
-            wait_copies<kStages - 2>();
-            const unsigned char* stage = ring + head * kStageBytes;
-            head = head + 1 == kStages ? 0 : head + 1;
-            // Refills the stage of the previous block, whose values this lane has used.
-            loader.issue(ring + (head + kStages - 2) % kStages * kStageBytes, lane);
-            const uint2 fields = load_shared8(stage + kBlockBytes + lane * 8);
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                const uint4 packed = load_shared16(stage + q * 512 + lane * 16);
-                const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-                uint4 now[kTiles][L::kVectors];
-#pragma unroll
-                for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-                    for (int v = 0; v < L::kVectors; ++v) now[j][v] = next[j][v];
-                }
-                load_tokens((q < 3 ? block * 4 + q + 1 : (block + kSlices) * 4) * L::kChunk + lane_column);
-                const uint32_t upper = factor(fields.x, q), lower = factor(fields.y, q);
-#pragma unroll
-                for (int s = 0; s < kSteps; ++s) {
-                    uint32_t a[4];
-                    L::decode(words, s, upper, lower, a);
-#pragma unroll
-                    for (int j = 0; j < kTiles; ++j) {
-                        if (j * 8 >= item.count) break;
-                        const uint4 values = now[j][s / 2];
-                        mma_bf16(acc[j], a, s % 2 ? values.z : values.x, s % 2 ? values.w : values.y);
-                    }
-                }
-            }
+        if (kTiles == 1 || item.count <= 8) {
+            run(Number<1>{});
+        } else if (kTiles == 2 || item.count <= 16) {
+            run(Number<kTiles < 2 ? kTiles : 2>{});
+        } else if (kTiles == 4 || item.count <= 32) {
+            run(Number<kTiles < 4 ? kTiles : 4>{});
+        } else {
+            run(Number<kTiles>{});
         }
         if constexpr (kSlices > 1) {
 #pragma unroll
@@ -265,7 +297,7 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles <= 4 ? 2 : 1) packed_gemm(
 
 template <Format kFormat, Epilogue kEpilogue, int kTiles, int kSlices>
 int launch(const PackedGemm& p, int num_blocks, cudaStream_t stream) {
-    constexpr int kShared = kWarps * (kStages * kStageBytes + (kSlices > 1 ? kTiles * 512 : 0));
+    constexpr int kShared = kWarps * (kStagesOf<kTiles> * kStageBytes + (kSlices > 1 ? kTiles * 512 : 0));
     const auto kernel = packed_gemm<kFormat, kEpilogue, kTiles, kSlices>;
     static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (ready != cudaSuccess) return ready;
@@ -277,34 +309,34 @@ template <Format kFormat, Epilogue kEpilogue, int kSlices>
 int choose_tiles(const PackedGemm& p, int tiles, int num_blocks, cudaStream_t stream) {
     if (tiles == 1) return launch<kFormat, kEpilogue, 1, kSlices>(p, num_blocks, stream);
     if (tiles == 2) return launch<kFormat, kEpilogue, 2, kSlices>(p, num_blocks, stream);
-#ifdef __CUDACC__  // the emulated build compiles the corners only
     if (tiles == 4) return launch<kFormat, kEpilogue, 4, kSlices>(p, num_blocks, stream);
-#endif
-    if (tiles == 8) return launch<kFormat, kEpilogue, 8, kSlices>(p, num_blocks, stream);
+    if constexpr (kFormat == kFp8) {
+        if (tiles == 8) return launch<kFormat, kEpilogue, 8, kSlices>(p, num_blocks, stream);
+    }
     return cudaErrorInvalidValue;
 }
 
 template <Format kFormat, Epilogue kEpilogue>
 int choose(const PackedGemm& p, int tiles, int slices, int num_blocks, cudaStream_t stream) {
-    if (slices == 1) return choose_tiles<kFormat, kEpilogue, 1>(p, tiles, num_blocks, stream);
-    if (slices == 4) return choose_tiles<kFormat, kEpilogue, 4>(p, tiles, num_blocks, stream);
-#ifdef __CUDACC__
+    if constexpr (kFormat == kFp4 || kEpilogue == kPlainBf16) {
+        if (slices == 1) return choose_tiles<kFormat, kEpilogue, 1>(p, tiles, num_blocks, stream);
+        if (slices == 4) return choose_tiles<kFormat, kEpilogue, 4>(p, tiles, num_blocks, stream);
+    }
     if constexpr (kFormat == kFp8) {
         if (slices == 8) return choose_tiles<kFormat, kEpilogue, 8>(p, tiles, num_blocks, stream);
     }
-#endif
     return cudaErrorInvalidValue;
 }
 
 }  // namespace dix
 
-// tiles: 1, 2, 4 or 8 tiles of eight tokens per item; slices: 1, 4 or (FP8) 8 warps that share a tile of rows. FP4 writes SwiGLU or fp32,
-// FP8 SwiGLU or bf16.
+// tiles of eight tokens per item: 1, 2, 4 or (FP8) 8; warps that share a tile of rows ("slices"): 1 or 4 for FP4, 1, 4 or 8 for plain FP8,
+// 8 for FP8 with SwiGLU. FP4 writes SwiGLU or fp32, FP8 SwiGLU or bf16. Rows of x are readable up to whole blocks, with finite values.
 // num_blocks: thread blocks; more than fit at once is allowed. Returns a cudaError_t.
 extern "C" int dix_packed_gemm(const dix::PackedGemm* p, int format, int epilogue, int tiles, int slices, int num_blocks, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
-    if (num_blocks < 1 || p->cols % 32 != 0 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
+    if (num_blocks < 1 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
     if (format == kFp4 && epilogue == kSwiglu) return choose<kFp4, kSwiglu>(*p, tiles, slices, num_blocks, s);
     if (format == kFp4 && epilogue == kPlainFp32) return choose<kFp4, kPlainFp32>(*p, tiles, slices, num_blocks, s);
     if (format == kFp8 && epilogue == kSwiglu) return choose<kFp8, kSwiglu>(*p, tiles, slices, num_blocks, s);

@@ -71,6 +71,10 @@ class PackedWeights:
         return self.codes.shape[2]
 
     @property
+    def padded_columns(self) -> int:
+        return self.blocks * self.format.block_columns
+
+    @property
     def num_bytes(self) -> int:
         """As stored here."""
         return self.codes.numel() + self.scales.numel()

@@ -62,11 +62,11 @@ class Table:
 
 
 VARIANTS = {  # batch -> (tiles, slices, blocks per multiprocessor)
-    1: [(1, 1, 2), (1, 4, 2), (1, 1, 1), (1, 4, 1)],
-    8: [(1, 1, 2), (1, 4, 2), (2, 1, 2)],
-    64: [(1, 1, 2), (1, 4, 2), (2, 1, 2)],
-    256: [(1, 1, 2), (2, 1, 2), (4, 1, 2)],
-    4096: [(8, 1, 1), (4, 1, 2)],
+    1: [(1, 1, 2), (1, 1, 3), (1, 4, 2), (1, 4, 3)],
+    8: [(1, 1, 2), (1, 1, 3), (1, 4, 3)],
+    64: [(1, 1, 2), (1, 1, 3), (2, 1, 2)],
+    256: [(1, 1, 2), (1, 1, 3), (2, 1, 2)],
+    4096: [(4, 1, 2)],
 }
 
 
@@ -148,7 +148,7 @@ def bench_shape(table: Table, experts: Experts, batch: int, shape: Shape) -> Non
     down_error = error_of(parts[slot], torch.nn.functional.linear(act[slot], unpack(w2, expert, torch.bfloat16)))
     if not bool(parts.isfinite().all()):
         down_error = float("nan")
-    name = f"batch={batch} tiles={shape.tiles} slices={shape.slices} blocks={shape.blocks_per_processor} touched={experts.touched:.0f}"
+    name = f"batch={batch} tiles={shape.tiles} slices={shape.slices} blocks={shape.residents} touched={experts.touched:.0f}"
     sets = range(len(lists))
     for which, call, matrix, error in (("up  ", up, w13, up_error), ("down", down, w2, down_error)):
         us = median([lambda k=k, call=call: call(k) for k in sets])
@@ -160,13 +160,12 @@ def bench_dense(table: Table) -> None:
         copies = max(1, round(100e6 / (groups * rows * columns)))
         weights = [random_weights(Format.FP8, groups, rows, columns) for _ in range(copies)]
         plain = torch.stack([unpack(weights[0], group, torch.bfloat16) for group in range(groups)])
-        for batch in (1, 8, 16, 64):
+        for batch in (1, 8, 64):
             x = torch.randn(batch, groups * columns, device="cuda").bfloat16()
             want = torch.einsum("tgc,grc->tgr", x.view(batch, groups, columns), plain).flatten(1)
-            for slices in (1, 4, 8):
-                shape = Shape(tiles_of(batch), slices, 2 if batch <= 32 else 1)
-                error, us = time_dense(weights, x, want, shape)
-                table.add(f"dense {name} batch={batch} slices={slices}", us, groups * rows * columns, error)
+            for slices, blocks in ((1, 2), (1, 3), (4, 2), (4, 3), (8, 2), (8, 3)) if batch <= 8 else ((1, 2), (4, 2), (8, 2)):
+                error, us = time_dense(weights, x, want, Shape(tiles_of(batch), slices, blocks))
+                table.add(f"dense {name} batch={batch} slices={slices} blocks={blocks}", us, groups * rows * columns, error)
 
 
 def time_dense(weights: list[PackedWeights], x: Tensor, want: Tensor, shape: Shape) -> tuple[float, float]:

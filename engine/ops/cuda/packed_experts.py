@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
-from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, expert_lists, expert_sum, machine, routed
+from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, expert_lists, expert_sum, machine, padded, routed
 from engine.ops.packed_experts import PackedExperts
 from engine.ops.q8 import q8
 
@@ -23,7 +23,7 @@ def run_experts(
     """`launch` with the kernels given, which may be the emulated ones."""
     tokens, choices = ids.shape
     inner, width = experts.w2.columns, experts.w2.rows
-    source = q8(x) if quantize else x
+    source = padded(q8(x) if quantize else x, experts.w13)
     up_shape, down_shape = shapes(tokens, choices, experts.w13.groups)
     lists = expert_lists(run, stream, ids.contiguous(), experts.w13.groups, up_shape.tiles)
     act = x.new_empty(tokens * choices, inner)
@@ -31,8 +31,8 @@ def run_experts(
         run, stream, source, experts.w13, lists, act, up_shape, Epilogue.SWIGLU, divisor=choices, weights=weights.contiguous(), limit=limit
     )
     parts = x.new_empty(tokens * choices, width, dtype=torch.float32)
-    routed(run, stream, q8(act) if quantize else act, experts.w2, lists, parts, down_shape, Epilogue.FP32)
-    shared = run_shared(run, stream, source, experts, limit, quantize)
+    routed(run, stream, padded(q8(act) if quantize else act, experts.w2), experts.w2, lists, parts, down_shape, Epilogue.FP32)
+    shared = run_shared(run, stream, q8(x) if quantize else x, experts, limit, quantize)
     out = x.new_empty(tokens, width)
     expert_sum(run, stream, parts.view(tokens, choices, width), shared, out)
     return out
@@ -43,9 +43,10 @@ def run_shared(run: Kernels, stream: int, source: Tensor, experts: PackedExperts
     tokens = source.shape[0]
     tiles = tiles_of(tokens)
     act = source.new_empty(tokens, experts.shared_w2.columns)
-    dense(run, stream, source, experts.shared_w13, act, Shape(tiles, 4), Epilogue.SWIGLU, limit=limit)
+    dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, Shape(tiles, 8), Epilogue.SWIGLU, limit=limit)
     shared = source.new_empty(tokens, experts.shared_w2.rows)
-    dense(run, stream, q8(act) if quantize else act, experts.shared_w2, shared, Shape(tiles, 4), Epilogue.BF16)
+    act = padded(q8(act) if quantize else act, experts.shared_w2)
+    dense(run, stream, act, experts.shared_w2, shared, Shape(tiles, 8), Epilogue.BF16)
     return shared
 
 
@@ -57,7 +58,7 @@ def tiles_of(rows: int) -> int:
 def shapes(tokens: int, choices: int, num_experts: int) -> tuple[Shape, Shape]:
     """Division of gate-up and down. A function of the row count alone, so that a graph bucket always runs the same one."""
     mean = tokens * choices / num_experts
-    tiles = 1 if mean <= 1.5 else 2 if mean <= 8 else 4 if mean <= 24 else 8
+    tiles = 1 if mean <= 2.5 else 2 if mean <= 8 else 4
     # With a handful of experts there are fewer tiles of rows than warps: four warps share one.
     few = tokens * choices <= 16
     return Shape(tiles, 4 if few else 1), Shape(tiles, 1)

@@ -25,11 +25,18 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a launch divides its work. tiles: of eight tokens per item (1, 2, 4 or 8). slices: warps that share 16 rows (1, 4 or 8)."""
+    """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
+
+    tiles: of eight tokens per item. slices: warps that share 16 rows. residents: thread blocks per multiprocessor, 0 for all that fit.
+    """
 
     tiles: int
     slices: int
-    blocks_per_processor: int = 2
+    residents: int = 0
+
+    def num_blocks(self, num_processors: int) -> int:
+        fitting = 3 if self.tiles == 1 else 2 if self.tiles <= 4 else 1
+        return num_processors * (self.residents or fitting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +80,26 @@ def routed(
     weights: Tensor | None = None,
     limit: float = 0.0,
 ) -> None:
-    """out[slot] = expert(x[slot // divisor]) for every slot of the lists. x: [R, columns] bf16. weights: [num slots] fp32, for SWIGLU."""
+    """out[slot] = expert(x[slot // divisor]) for every slot of the lists. x: [R, padded columns] bf16. weights: one a slot, fp32."""
     arguments = _arguments(packed, x, out, limit)
     arguments.items, arguments.num_items, arguments.slots = lists.items.data_ptr(), lists.count.data_ptr(), lists.slots.data_ptr()
     arguments.weights = weights.data_ptr() if weights is not None else None
     arguments.x_divisor = divisor
     assert lists.item_rows == TILE_TOKENS * shape.tiles, f"items of {lists.item_rows} rows, {shape.tiles} tiles"
-    _launch(run, stream, arguments, packed.format, epilogue, shape, run.num_processors * shape.blocks_per_processor)
+    _launch(run, stream, arguments, packed.format, epilogue, shape, shape.num_blocks(run.num_processors))
 
 
 def dense(
     run: Kernels, stream: int, x: Tensor, packed: PackedWeights, out: Tensor, shape: Shape, epilogue: Epilogue, *, limit: float = 0.0
 ) -> None:
-    """out[t, g] = W_g x[t, g]. x: [T, groups * columns], out: [T, groups * rows (half of them for SWIGLU)], rows contiguous."""
+    """out[t, g] = W_g x[t, g]. x: [T, groups * padded columns], out: [T, groups * rows (half of them for SWIGLU)], rows contiguous."""
     arguments = _arguments(packed, x, out, limit)
     arguments.num_rows, arguments.num_groups, arguments.x_divisor = x.shape[0], packed.groups, 1
-    arguments.x_group_stride, arguments.y_group_stride = packed.columns, out.shape[1] // packed.groups
+    arguments.x_group_stride, arguments.y_group_stride = packed.padded_columns, out.shape[1] // packed.groups
     items = -(-x.shape[0] // (TILE_TOKENS * shape.tiles)) * packed.groups
     units = items * -(-packed.tiles * shape.slices // _WARPS)
     if units:
-        _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, run.num_processors * shape.blocks_per_processor))
+        _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, shape.num_blocks(run.num_processors)))
 
 
 def expert_sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor | None, out: Tensor) -> None:
@@ -108,8 +115,17 @@ def expert_sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor | None, 
 _WARPS = 8
 
 
+def padded(x: Tensor, packed: PackedWeights) -> Tensor:
+    """x [T, groups * columns] with the columns of each group filled up with zeros to whole blocks. The released shapes need no copy."""
+    missing = packed.padded_columns - packed.columns
+    if not missing:
+        return x
+    return torch.nn.functional.pad(x.unflatten(1, (-1, packed.columns)), (0, missing)).flatten(1)
+
+
 def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> GemmArguments:
     assert x.dtype == torch.bfloat16, f"x is {x.dtype}"
+    assert x.shape[1] % packed.padded_columns == 0, f"{x.shape[1]} columns of x, blocks of {packed.format.block_columns}"
     assert x.stride(1) == out.stride(1) == 1, f"rows are not contiguous: x {x.stride()}, out {out.stride()}"
     return GemmArguments(
         codes=packed.codes.data_ptr(),
@@ -121,7 +137,6 @@ def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> G
         tiles=packed.tiles,
         blocks=packed.blocks,
         rows=packed.rows,
-        cols=packed.columns,
         limit=limit,
     )
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_experts import tiles_of
-from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, machine
+from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, machine, padded
 from engine.ops.packed_weights import PackedWeights
 
 
@@ -18,7 +18,7 @@ def launch(x: Tensor, weights: PackedWeights) -> Tensor:
 def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights) -> Tensor:
     """`launch` with the kernels given, which may be the emulated ones."""
     out = x.new_empty(x.shape[0], weights.groups * weights.rows)
-    dense(run, stream, x, weights, out, shape(x.shape[0], weights, run.num_processors), Epilogue.BF16)
+    dense(run, stream, padded(x, weights), weights, out, shape(x.shape[0], weights, run.num_processors), Epilogue.BF16)
     return out
 
 
