@@ -1,4 +1,4 @@
-"""One sitting on a GPU machine: `python -m tests.gpu.check OUT_DIR` builds and checks what needs a GPU.
+"""One sitting on a GPU machine: `python -m tests.gpu.check OUT_DIR [PART ...]` builds and checks what needs a GPU.
 
 Needs torch, safetensors, tokenizers and pytest only. Every part runs even when an earlier one fails; the exit status
 tells whether all passed.
@@ -49,6 +49,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     parts = {"gpu tests": native_copies(out)}
     parts |= {f"golden {mode}": golden_vectors(mode) for mode in ("fp32", "fp32-qdq", "bf16", "fp8")}
+    wanted = sys.argv[2:]
+    parts = {name: check for name, check in parts.items() if not wanted or any(part in name for part in wanted)}
     results: dict[str, dict[str, Any]] = {}
     for name, check in parts.items():
         began = time.monotonic()

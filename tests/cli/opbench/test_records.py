@@ -130,7 +130,7 @@ def test_setting_makes_shared_things_once() -> None:
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("group", ["kernels"])
+@pytest.mark.parametrize("group", ["kernels", "layers"])
 def test_every_registered_case_runs_small_on_the_cpu(group: str) -> None:
     records = run_cases(registry.all_cases(group), CPU, CEILINGS)
     assert records

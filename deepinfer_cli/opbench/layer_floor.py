@@ -1,0 +1,75 @@
+"""The least bytes and operations that one layer of a configuration needs for a step. Source: the layer's stored tensors and row formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.models.config import ModelConfig
+from engine.models.inventory import StoredTensor, stored_inventory
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFloor:
+    """dense_bytes: stored weights that every step reads. expert_bytes: of one routed expert. row_bytes: cache rows of one query row.
+    dense_weights, expert_weights: numbers behind those bytes. attention_flops: of one query row, indexer included.
+    """
+
+    dense_bytes: int
+    expert_bytes: int
+    row_bytes: int
+    dense_weights: int
+    expert_weights: int
+    attention_flops: int
+    num_chosen: int
+
+    def num_bytes(self, rows: int, touched: float) -> float:
+        """Bytes of a decode step of `rows` rows whose rows chose `touched` distinct experts."""
+        return self.dense_bytes + touched * self.expert_bytes + rows * self.row_bytes
+
+    def flops(self, rows: int) -> float:
+        return rows * (2.0 * (self.dense_weights + self.num_chosen * self.expert_weights) + self.attention_flops)
+
+
+def layer_floor(config: ModelConfig, layer: int, context: int) -> LayerFloor:
+    """The floor of one backbone layer for rows at the end of `context` tokens."""
+    text, prefix = config.text, f"layers.{layer}."
+    tensors = [t for t in stored_inventory(config).values() if t.name.startswith(prefix) and "engram.embed" not in t.name]
+    experts = [t for t in tensors if ".ffn.experts." in t.name]
+    dense = [t for t in tensors if ".ffn.experts." not in t.name]
+    ratio = text.ratio(layer)
+    visible = context // ratio if ratio else 0
+    indexes = layer in text.index_source_layer_ids
+    scored = min(visible, text.candidate_topk_blocks * text.candidate_block_size) if text.uses_candidates(layer) else visible
+    selected = min(text.index_topk, visible)
+    # Rows in the released formats: window keys e4m3 with a scale per 32, entries FP4 with one per 16, index keys FP4 with one per 32.
+    window, entry, index = (width * bits // 8 for width, bits in ((text.head_dim, 8), (text.head_dim, 4), (text.index_head_dim, 4)))
+    rows = text.sliding_window * (window + text.head_dim // 32) + selected * (entry + text.head_dim // 16)
+    flops = 4 * text.num_attention_heads * text.head_dim * (text.sliding_window + selected)
+    if indexes:
+        rows += scored * (index + text.index_head_dim // 32)
+        flops += 2 * text.index_n_heads * text.index_head_dim * scored
+    return LayerFloor(
+        dense_bytes=sum(t.num_bytes for t in dense),
+        expert_bytes=sum(t.num_bytes for t in experts) // text.n_routed_experts,
+        row_bytes=rows,
+        dense_weights=_weights(dense, _not_scale),
+        expert_weights=_weights(experts, _not_scale) // text.n_routed_experts,
+        attention_flops=flops,
+        num_chosen=text.num_experts_per_tok,
+    )
+
+
+def _not_scale(tensor: StoredTensor) -> bool:
+    return not tensor.name.endswith(".scale")
+
+
+def _weights(tensors: Sequence[StoredTensor], keep: Callable[[StoredTensor], bool]) -> int:
+    """Numbers held; an I8 tensor packs two into a byte."""
+    total = 0
+    for tensor in filter(keep, tensors):
+        count = 1
+        for size in tensor.shape:
+            count *= size
+        total += 2 * count if tensor.dtype == "I8" else count
+    return total
