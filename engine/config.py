@@ -61,6 +61,11 @@ class EngineConfig:
         "Quantised weights: decoded at start, or packed as they are stored; auto packs on GPUs that have the kernels.",
         choices=("auto", "dense", "packed"),
     )
+    cache_rows: str = knob(
+        "auto",
+        "Cache rows of rounding profiles: elements of the profile, or the packed formats (890 bytes per token); auto packs on GPUs.",
+        choices=("auto", "plain", "packed"),
+    )
     memory_fraction: float = knob(0.90, "Share of GPU memory for weights and cache.", gt=0, le=1, common=True)
     kv_cache_gb: float = knob(0.125, "Device cache size on CPU.", unit="GiB", gt=0)
     state_slots_ratio: float = knob(1.2, "State slots per sequence.", ge=1, aliases=("DEEPINFER_NUM_STATE_SLOTS_RATIO",))

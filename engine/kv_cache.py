@@ -9,47 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from math import lcm
 
 import torch
 from torch import Tensor
 
+from engine.cache_layout import BlockLayout, RowSizes
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """Where a block keeps what, in rows of one entry. kv rows are head_dim wide, index rows index_head_dim wide.
-
-    kv_offset, index_offset: source layer -> first row inside a block. kv_stride, index_stride: rows from block to block.
-    """
-
-    block_size: int
-    block_bytes: int
-    kv_stride: int
-    index_stride: int
-    kv_offset: dict[int, int]
-    index_offset: dict[int, int]
-
-    @staticmethod
-    def of(text: TextConfig, block_size: int, element_bytes: int) -> BlockLayout:
-        kv_bytes, index_bytes = text.head_dim * element_bytes, text.index_head_dim * element_bytes
-        entries = {layer: block_size // text.ratio(layer) for layer in text.kv_source_layer_ids}
-        kv_offset, rows = _running(entries, 0)
-        index_offset, end = _running(entries, -(-rows * kv_bytes // index_bytes))
-        # Both views must tile the row exactly, so that a row number is block * stride + offset.
-        unit = lcm(kv_bytes, index_bytes)
-        block_bytes = max(unit, -(-end * index_bytes // unit) * unit)
-        return BlockLayout(block_size, block_bytes, block_bytes // kv_bytes, block_bytes // index_bytes, kv_offset, index_offset)
-
-
-def _running(entries: dict[int, int], first: int) -> tuple[dict[int, int], int]:
-    offsets = {}
-    for layer, count in entries.items():
-        offsets[layer] = first
-        first += count
-    return offsets, first
+from engine.ops.cache_rows import pack_entry_rows, pack_index_rows, pack_window_rows, unpack_index_rows
+from engine.ops.q4_index import q4_index
+from engine.ops.q4_kv import q4_kv
+from engine.ops.q8 import q8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +46,25 @@ class CacheShape:
 class KVCache:
     """The tensors of all sequences of one rank. Values only; who owns which block or slot is the scheduler's business.
 
-    blocks: uint8 [num_blocks, block_bytes]. rings: [layers + stages, num_state_slots * ring_rows, head_dim]; position p of slot s is row
+    blocks: uint8 [num_blocks, block_bytes]. kv_rows: [rows, head_dim] of the profile's dtype, or uint8 [rows, entry bytes] when packed.
+    rings: [layers + stages, num_state_slots * ring_rows, head_dim], or uint8 [..., window bytes] when packed; position p of slot s is row
     s * ring_rows + p % ring_rows. partials: source layer -> fp32 [num_state_slots * partial_rows, 2 * head_dim], values then gates.
     """
 
     def __init__(self, text: TextConfig, numerics: Numerics, shape: CacheShape, device: torch.device | str = "cpu") -> None:
-        element_bytes = numerics.dtype.itemsize
+        self.numerics, self.row_sizes = numerics, RowSizes.of(text, numerics)
         self.block_size, self.num_blocks, self.num_state_slots = shape.block_size, shape.num_blocks, shape.num_state_slots
         self.window = text.sliding_window
         self.ring_rows, self.partial_rows = shape.ring_rows(self.window), shape.partial_rows
         self.num_encoder_layers = text.boundary
-        self.layout = BlockLayout.of(text, shape.block_size, element_bytes)
+        self.layout = BlockLayout.of(text, shape.block_size, self.row_sizes)
         # Untouched pages of a CPU pool cost no memory, hence empty and not zeros.
         self.blocks = torch.empty(shape.num_blocks, self.layout.block_bytes, dtype=torch.uint8, device=device)
-        self.kv_rows = self.blocks.view(numerics.dtype).view(-1, text.head_dim)
-        self.index_rows = self.blocks.view(numerics.dtype).view(-1, text.index_head_dim)
+        stored = torch.uint8 if numerics.packed_rows else numerics.dtype
+        self.kv_rows = self.blocks.view(stored).view(-1, self.row_sizes.entry // stored.itemsize)
         num_rings = text.num_hidden_layers + shape.num_draft_stages
-        self.rings = torch.empty(num_rings, shape.num_state_slots * self.ring_rows, text.head_dim, dtype=numerics.dtype, device=device)
+        ring = (shape.num_state_slots * self.ring_rows, self.row_sizes.window // stored.itemsize)
+        self.rings = torch.empty(num_rings, *ring, dtype=stored, device=device)
         self.partials = {
             layer: torch.empty(shape.num_state_slots * self.partial_rows, 2 * text.head_dim, device=device)
             for layer in text.kv_source_layer_ids
@@ -101,8 +73,54 @@ class KVCache:
         # Absent entries of a selection point at row 0, which therefore has to be finite.
         self.blocks[0].zero_()
         self.rings[:, : self.ring_rows].zero_()
-        self.state_bytes = self.num_encoder_layers * self.window * text.head_dim * element_bytes
+        self.state_bytes = self.num_encoder_layers * self.window * self.row_sizes.window
         self.format_id = _format_id(text, numerics, shape.block_size)
+
+    def window_rows(self, keys: Tensor) -> Tensor:
+        """Window keys [T, D] in the form in which rings hold them."""
+        if self.numerics.packed_rows:
+            return pack_window_rows(keys)
+        return q8(keys) if self.numerics.quantize_kv else keys
+
+    def store_entries(self, layer: int, block: Tensor, place: Tensor, entries: Tensor, keys: Tensor) -> None:
+        """Write compressed entries [E, D] and index keys [E, Di] of a source layer. block, place: [E] int64."""
+        layout = self.layout
+        kv_rows = block * layout.kv_stride + (place + layout.kv_offset[layer])
+        if self.numerics.packed_rows:
+            self.kv_rows.index_copy_(0, kv_rows, pack_entry_rows(entries))
+            data, scales = self._index_region(layer)
+            packed = pack_index_rows(keys)
+            data[block, place], scales[block, place] = packed[:, : data.shape[-1]], packed[:, data.shape[-1] :]
+            return
+        if self.numerics.quantize_kv:
+            entries, keys = q4_kv(entries), q4_index(keys)
+        self.kv_rows.index_copy_(0, kv_rows, entries)
+        self.index_rows.index_copy_(0, block * layout.index_stride + (place + layout.index_offset[layer]), keys)
+
+    def index_keys(self, layer: int, blocks: Tensor, num_entries: int) -> Tensor:
+        """Index keys [B, num_entries, Di] of a source layer, of the profile's dtype. blocks: [B, P] int64, each sequence's in order."""
+        layout = self.layout
+        per_block = layout.entries[layer]
+        if self.numerics.packed_rows:
+            # Data and scales lie apart in a block; joined per entry they are an index row.
+            rows = torch.cat([region[blocks].flatten(1, 2)[:, :num_entries] for region in self._index_region(layer)], -1)
+            return unpack_index_rows(rows, self.numerics.dtype)
+        base = blocks * layout.index_stride + layout.index_offset[layer]
+        index = (base[:, :, None] + torch.arange(per_block, device=blocks.device)).flatten(1)[:, :num_entries]
+        return self.index_rows.index_select(0, index.flatten()).view(*index.shape, -1)
+
+    @property
+    def index_rows(self) -> Tensor:
+        """[rows, index_head_dim] of the profile's dtype. Packed index rows are in pieces and have no such view."""
+        assert not self.numerics.packed_rows, "packed index rows have no row view"
+        return self.blocks.view(self.numerics.dtype).view(-1, self.row_sizes.index // self.numerics.dtype.itemsize)
+
+    def _index_region(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Packed index keys of a layer: data uint8 [num_blocks, entries, Di/2] and scales uint8 [num_blocks, entries, Di/32]."""
+        begin, count = self.layout.index_offset[layer], self.layout.entries[layer]
+        middle, end = begin + count * self.row_sizes.index_data, begin + count * self.row_sizes.index
+        data, scales = self.blocks[:, begin:middle], self.blocks[:, middle:end]
+        return data.unflatten(1, (count, -1)), scales.unflatten(1, (count, -1))
 
     def save_window(self, slot: int, position: int, out: Tensor) -> None:
         """Copy the encoder layers' keys of positions [position - window, position) to `out`, uint8 [state_bytes]; zeros before 0."""
@@ -126,7 +144,7 @@ class KVCache:
 
 def block_bytes(text: TextConfig, numerics: Numerics, block_size: int) -> int:
     """Bytes of one cache block."""
-    return BlockLayout.of(text, block_size, numerics.dtype.itemsize).block_bytes
+    return BlockLayout.of(text, block_size, RowSizes.of(text, numerics)).block_bytes
 
 
 def _format_id(text: TextConfig, numerics: Numerics, block_size: int) -> str:
@@ -134,5 +152,9 @@ def _format_id(text: TextConfig, numerics: Numerics, block_size: int) -> str:
     layers = [(layer, text.ratio(layer)) for layer in text.kv_source_layer_ids]
     rope = (text.qk_rope_head_dim, text.rope_theta, text.compress_rope_theta, text.rope_scaling)
     digest = sha256(repr((layers, rope, text.sliding_window, text.boundary)).encode()).hexdigest()[:12]
-    kind = str(numerics.dtype).removeprefix("torch.") + ("-rounded" if numerics.quantize_kv else "")
+    kind = str(numerics.dtype).removeprefix("torch.")
+    if numerics.packed_rows:
+        kind += "-packed"
+    elif numerics.quantize_kv:
+        kind += "-rounded"
     return f"{kind}:kv{text.head_dim}:index{text.index_head_dim}:block{block_size}:{digest}"

@@ -86,7 +86,8 @@ class ModelRunner:
         precision = _resolve_precision(config.precision, device)
         chosen = select(config.ops, device)
         log.debug("ops: %s", chosen)
-        numerics = Numerics.of(precision, _keeps_packed_weights(config, model, precision, device, chosen))
+        packed_rows = config.cache_rows == "packed" or (config.cache_rows == "auto" and device == "cuda")
+        numerics = Numerics.of(precision, _keeps_packed_weights(config, model, precision, device, chosen), packed_rows)
         self.config, self.model_config = config, model
         self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress)
         self._drafting = draft and self._draft is not None

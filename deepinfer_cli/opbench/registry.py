@@ -6,7 +6,7 @@ from importlib import import_module
 
 from deepinfer_cli.opbench.case import Case
 
-MODULES = ("library", "moe", "layers")
+MODULES = ("library", "moe", "attention", "layers")
 
 
 def all_cases(group: str) -> list[Case]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kv_cache import KVCache
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.inputs import Rows
 from engine.models.numerics import Numerics
 from engine.models.packed_layers import AnyBlockLinear, AnyLinear, load_block_linear, load_linear
-from engine.ops.q8 import q8
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotate_
+from engine.ops.row_attention import PackedKeys, row_attention
 from engine.ops.sparse_attention import Selection, sparse_attention
 
 
@@ -51,7 +52,7 @@ class Attention:
         )
 
     def project(self, x: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [T, C]. Returns the query latent [T, q_lora_rank] and the window key [T, D] as it is stored."""
+        """x: [T, C]. Returns the query latent [T, q_lora_rank] and the rotated window key [T, D]."""
         both = self.wq_a_wkv(x)
         rank = self.text.q_lora_rank
         latent = rms_norm(both[:, :rank], self.q_norm, self.text.rms_norm_eps)
@@ -62,23 +63,32 @@ class Attention:
         return self._window_key(self.wq_a_wkv(x)[:, self.text.q_lora_rank :], rot)
 
     def _window_key(self, raw: Tensor, rot: Tensor) -> Tensor:
-        key = rotate_(rms_norm(raw, self.kv_norm, self.text.rms_norm_eps), rot)
-        return q8(key) if self.numerics.quantize_kv else key
+        return rotate_(rms_norm(raw, self.kv_norm, self.text.rms_norm_eps), rot)
 
     def attend(self, latent: Tensor, rot: Tensor, inverse: Tensor, sources: list[tuple[Tensor, Selection]]) -> Tensor:
         """latent: [T, q_lora_rank]; sources: keys and which of them each row sees. Returns the sublayer's output [T, C]."""
         q = self.wq_b(latent).unflatten(-1, (self.text.num_attention_heads, self.text.head_dim))
-        o = sparse_attention(rotate_(q, rot), sources, self.sink, self.text.head_dim**-0.5)
-        return self.wo_b(self.wo_a(rotate_(o, inverse).flatten(1)))
+        scale = self.text.head_dim**-0.5
+        if self.numerics.packed_rows:
+            o = row_attention(q, rot, [PackedKeys(keys, seen.signed) for keys, seen in sources], self.sink, scale)
+        else:
+            o = rotate_(sparse_attention(rotate_(q, rot), sources, self.sink, scale), inverse)
+        return self.wo_b(self.wo_a(o.flatten(1)))
 
 
-def window_keys(key: Tensor, ring: Tensor, rows: Rows) -> Tensor:
-    """The key tensor that `rows.window` indexes, after storing the new keys. key: [T, D], ring: [slots * ring_rows, D].
+def window_keys(key: Tensor, ring: int, rows: Rows, cache: KVCache) -> Tensor:
+    """The key rows that `rows.window` indexes, after storing the new keys. key: [T, D]. ring: layer, or layers + draft stage.
 
     A chunk may be longer than the ring: its keys are then read beside the ring, and old ones before they are overwritten.
     """
-    keys = ring
+    stored = cache.window_rows(key)
+    keys = cache.rings[ring]
     if rows.history is not None:
-        keys = torch.cat((ring.index_select(0, rows.history), key)) if len(rows.history) else key
-    ring.index_copy_(0, rows.store_slots, key if rows.store_rows is None else key.index_select(0, rows.store_rows))
+        keys = torch.cat((keys.index_select(0, rows.history), stored)) if len(rows.history) else stored
+    store_window(stored, ring, rows, cache)
     return keys
+
+
+def store_window(stored: Tensor, ring: int, rows: Rows, cache: KVCache) -> None:
+    """Put keys into their places of a ring. stored: [T, ...] as `KVCache.window_rows` returns them."""
+    cache.rings[ring].index_copy_(0, rows.store_slots, stored if rows.store_rows is None else stored.index_select(0, rows.store_rows))

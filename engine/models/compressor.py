@@ -13,8 +13,6 @@ from engine.models.config import TextConfig
 from engine.models.inputs import NewEntries
 from engine.models.numerics import Linear, Numerics
 from engine.ops.pool_pairs import pool_pairs
-from engine.ops.q4_index import q4_index
-from engine.ops.q4_kv import q4_kv
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotate_
 
@@ -57,11 +55,7 @@ class Compressor:
         # The index key reads the latent before it is rotated in place.
         key = rotate_(rms_norm(self.wk(latent), self.k_norm, self.eps), entries.rot)
         entry = rotate_(latent, entries.rot)
-        if self.numerics.quantize_kv:
-            entry, key = q4_kv(entry), q4_index(key)
-        layout = cache.layout
-        cache.kv_rows.index_copy_(0, entries.kv_rows + layout.kv_offset[self.layer], entry)
-        cache.index_rows.index_copy_(0, entries.index_rows + layout.index_offset[self.layer], key)
+        cache.store_entries(self.layer, entries.block, entries.place, entry, key)
 
     def _pairs(self, x: Tensor, entries: NewEntries, cache: KVCache) -> Tensor:
         """Pool value and gate of both tokens of each entry, fp32 up to here; the first token may belong to an earlier step."""

@@ -184,7 +184,7 @@ class DeepseekV41:
             layer.compressor(x, inputs.entries[ratio], cache)
         if layer.indexer is not None:
             state.picks = layer.indexer(x, latent, rows, inputs, cache, state.picks, probe)
-        sources = [(window_keys(key, cache.rings[number], rows), rows.window)]
+        sources = [(window_keys(key, number, rows, cache), rows.window)]
         if ratio and state.picks is not None:
             sources.append((cache.kv_rows, state.picks.selection))
         y = block.attention.attend(latent, rot, rows.rotations.inverse_of(ratio), sources)

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from engine.kv_cache import KVCache
 from engine.loader import WeightSource
+from engine.models.attention import store_window
 from engine.models.config import TextConfig
 from engine.models.deepseek_v41 import Block, DeepseekV41, Streams
 from engine.models.hyper_connections import first_mix
@@ -83,9 +84,8 @@ class DraftModel:
     def store_taps(self, taps: Tensor, rows: Rows, cache: KVCache) -> None:
         """Extend every stage's window ring. taps: [T, targets * C] of the rows in `rows`."""
         x = rms_norm(self.main_proj(taps), self.main_norm, self.text.rms_norm_eps)
-        for ring, stage in zip(cache.rings[self.text.num_hidden_layers :], self.stages, strict=True):
-            key = stage.attention.main_key(x, rows.rotations.plain)
-            ring.index_copy_(0, rows.store_slots, key if rows.store_rows is None else key.index_select(0, rows.store_rows))
+        for ring, stage in enumerate(self.stages, start=self.text.num_hidden_layers):
+            store_window(cache.window_rows(stage.attention.main_key(x, rows.rotations.plain)), ring, rows, cache)
 
     def __call__(
         self, slices: list[DraftSlice], backbone: DeepseekV41, cache: KVCache, frequencies: Tensor, choose: Choose | None = None
@@ -107,7 +107,7 @@ class DraftModel:
         h = backbone.embed[ids.flatten()][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
         streams = Streams(h, first_mix(len(h), self.text.hc_mult, device))
         for number, stage in enumerate(self.stages):
-            self._run_stage(stage, streams, rot, cache.rings[self.text.num_hidden_layers + number], seen)
+            self._run_stage(stage, streams, rot, cache, self.text.num_hidden_layers + number, seen)
         x = collapse(streams.settle(), streams.pre)
         return x, backbone.logits(rms_norm(x, self.norm, self.text.rms_norm_eps))
 
@@ -117,10 +117,11 @@ class DraftModel:
         index = (slot[:, None] * cache.ring_rows + keys % cache.ring_rows).masked_fill_(keys < lowest[:, None], -1)
         return Selection.of(index.repeat_interleave(self.text.dspark_block_size, 0))
 
-    def _run_stage(self, stage: Block, streams: Streams, rot: Tensor, ring: Tensor, seen: tuple[Selection, Selection]) -> None:
+    def _run_stage(self, stage: Block, streams: Streams, rot: Tensor, cache: KVCache, ring: int, seen: tuple[Selection, Selection]) -> None:
         entered = stage.enter(streams)
         latent, key = stage.attention.project(entered.x, rot)
-        y = stage.attention.attend(latent, rot, rot.conj_physical(), [(ring, seen[0]), (key, seen[1])])
+        sources = [(cache.rings[ring], seen[0]), (cache.window_rows(key), seen[1])]
+        y = stage.attention.attend(latent, rot, rot.conj_physical(), sources)
         stage.feed_forward(y, entered, streams, -1)
 
     def propose(self, x: Tensor, first: Tensor, logits: Tensor, choose: Choose) -> DraftOutput:

@@ -134,11 +134,8 @@ class Indexer:
 
     def _keys(self, first: int, last: int, num_entries: int, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Index keys [B, N, Di] of entries 0..N-1 of some sequences; entries without a block read the dummy block."""
-        per_block = cache.block_size // self.text.ratio(self.layer)
-        table = inputs.block_table[first:last, : -(-num_entries // per_block)]
-        base = table * cache.layout.index_stride + cache.layout.index_offset[self.text.kv_owner(self.layer)]
-        index = (base[:, :, None] + torch.arange(per_block, device=table.device)).flatten(1)[:, :num_entries]
-        return cache.index_rows.index_select(0, index.flatten()).view(*index.shape, -1)
+        owner = self.text.kv_owner(self.layer)
+        return cache.index_keys(owner, inputs.block_table[first:last, : -(-num_entries // cache.layout.entries[owner])], num_entries)
 
     def _locate(self, index: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, ratio: int) -> Selection:
         """From entry numbers to rows of the cache's kv view."""
@@ -148,5 +145,4 @@ class Indexer:
         block = entry.div(per_block, rounding_mode="floor")
         base = inputs.block_table[rows.seq[:, None], block] * cache.layout.kv_stride
         place = base + (entry - block * per_block + cache.layout.kv_offset[self.text.kv_owner(self.layer)])
-        bias = torch.zeros(index.shape, device=index.device).masked_fill_(absent, float("-inf"))
-        return Selection(place.masked_fill_(absent, 0), bias[:, None])
+        return Selection.of(place.masked_fill_(absent, -1))

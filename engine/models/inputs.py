@@ -89,11 +89,11 @@ class Pairs:
 class NewEntries:
     """Compressed entries that this step completes, for one ratio.
 
-    kv_rows, index_rows: rows of a block's two views without the layer's offset. rot: [E, R/2] at each entry's first token.
+    block, place: [E] int64, where each goes: a block, and the entry's number in it. rot: [E, R/2] at each entry's first token.
     """
 
-    kv_rows: Tensor
-    index_rows: Tensor
+    block: Tensor
+    place: Tensor
     rot: Tensor
     pairs: Pairs | None = None
 
@@ -188,7 +188,11 @@ class InputBuilder:
             bounds=list(zip(span.begins.tolist(), (span.begins + span.lens).tolist(), strict=True)),
             rotations=self._rotations(positions),
             history=history,
-            window=Selection(self._tensor(np.where(visible, index, 0)), torch.from_numpy(bias).to(self._device)[:, None]),
+            window=Selection(
+                self._tensor(np.where(visible, index, 0)),
+                torch.from_numpy(bias).to(self._device)[:, None],
+                torch.from_numpy(np.where(visible, index, -1).astype(np.int32)).to(self._device),
+            ),
             store_rows=None if len(store) == len(pos) else self._tensor(store),
             store_slots=self._tensor((slots[seq] * ring + pos % ring)[store]),
             visible={r: (positions + 1).div(r, rounding_mode="floor") for r in self._ratios},
@@ -202,12 +206,12 @@ class InputBuilder:
         pos, seq = span.positions, span.seq
         last = (pos % ratio == ratio - 1).nonzero()[0]
         entry, owner = pos[last] // ratio, seq[last]
-        per_block, layout = self._cache.block_size // ratio, self._cache.layout
+        per_block = self._cache.block_size // ratio
         block = table[owner, entry // per_block]
         assert not len(block) or block.min() > 0, "a block table names the reserved block 0"
         common = (
-            self._tensor(block * layout.kv_stride + entry % per_block),
-            self._tensor(block * layout.index_stride + entry % per_block),
+            self._tensor(block),
+            self._tensor(entry % per_block),
             rotation(self._tensor(entry * ratio), self._scaled),
         )
         if ratio == 1:

@@ -42,6 +42,8 @@ def unsupported(text: TextConfig, numerics: Numerics, device: str) -> str:
         return f"the device is {device}"
     if numerics.dtype is not torch.float32 or numerics.quantize_inputs:
         return "the precision is neither F nor Fq"
+    if numerics.packed_rows:
+        return "cache rows are packed"
     if text.hc_mult != 4:
         return f"the model has {text.hc_mult} residual streams, not 4"
     if max(text.n_routed_experts, text.dspark_n_routed_experts) > 1024:

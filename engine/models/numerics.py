@@ -1,4 +1,4 @@
-"""The three switches of a precision profile, and the linear layer that obeys them."""
+"""The switches of a precision profile, and the linear layer that obeys them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from engine.ops.q8 import q8
 class Numerics:
     """dtype: of activations, plain weights and caches. quantize_inputs: inputs of quantised linears pass through fp8.
     quantize_kv: window keys, compressed entries and index vectors pass through their storage formats. packed_weights: quantised weights
-    stay as they are stored.
+    stay as they are stored. packed_rows: caches hold the bytes of the storage formats, not elements of dtype; the numbers are the same.
     """
 
     dtype: torch.dtype
     quantize_inputs: bool
     quantize_kv: bool
     packed_weights: bool = False
+    packed_rows: bool = False
 
     @staticmethod
-    def of(precision: Precision, packed_weights: bool = False) -> Numerics:
-        """packed_weights: wanted where activations are bf16."""
+    def of(precision: Precision, packed_weights: bool = False, packed_rows: bool = False) -> Numerics:
+        """packed_weights: wanted where activations are bf16; packed_rows: where the profile rounds."""
         full = precision in (Precision.F, Precision.FQ)
         return Numerics(
             dtype=torch.float32 if full else torch.bfloat16,
             quantize_inputs=precision is Precision.R,
             quantize_kv=precision is not Precision.F,
             packed_weights=packed_weights and not full,
+            packed_rows=packed_rows and precision is not Precision.F,
         )
 
 

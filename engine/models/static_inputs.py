@@ -108,12 +108,12 @@ class StaticInputs:
 
     def _entries(self, ratio: int, position: Tensor, slot: Tensor, joined: Tensor, tables: Tensor) -> NewEntries:
         """One entry per row. A row that completes none writes into the dummy block."""
-        layout, per_block = self._cache.layout, self._cache.block_size // ratio
+        per_block = self._cache.block_size // ratio
         entry = position.div(ratio, rounding_mode="floor")
         block = tables.gather(1, entry.div(per_block, rounding_mode="floor")[:, None])[:, 0]
         block = block.masked_fill(position % ratio != ratio - 1, 0)
         rot = rotation(entry * ratio, self._scaled)
-        common = (block * layout.kv_stride + entry % per_block, block * layout.index_stride + entry % per_block, rot)
+        common = (block, entry % per_block, rot)
         if ratio == 1:
             return NewEntries(*common)
         partial, counting = self._cache.partial_rows, self._counting[: len(position)]

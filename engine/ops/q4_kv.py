@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from engine.ops.number_formats import E4M3_MAX, e2m1_codes, e2m1_values, round_e2m1, round_e4m3
+from engine.ops.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values, round_e2m1, round_e4m3
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -25,7 +26,9 @@ def q4_kv(x: Tensor) -> Tensor:
 def q4_kv_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """The stored form of `q4_kv(x)`: 4-bit codes uint8 [..., C] (unpacked) and e4m3 scales [..., C/16]."""
     groups = x.float().unflatten(-1, (-1, GROUP))
-    scale = round_e4m3((groups.abs().amax(-1).clamp(min=_FLOOR) / 6).clamp(max=E4M3_MAX))
+    # GPUs multiply by the reciprocal of a Python number; a divisor that is a tensor is divided by, as on the CPU.
+    six = torch.full((), E2M1_MAX, device=x.device)
+    scale = round_e4m3((groups.abs().amax(-1).clamp(min=_FLOOR) / six).clamp(max=E4M3_MAX))
     return e2m1_codes(round_e2m1(groups / scale.float()[..., None])).flatten(-2), scale
 
 

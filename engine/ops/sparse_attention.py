@@ -19,17 +19,19 @@ class Selection:
     """Which rows of a key tensor each query sees.
 
     index: [T, K] int64, absent entries point at row 0. bias: [T, 1, K] fp32, 0 for keys and -inf for absent entries.
+    signed: [T, K] int32, absent entries are -1; what kernels read.
     """
 
     index: Tensor
     bias: Tensor
+    signed: Tensor
 
     @staticmethod
     def of(index: Tensor) -> Selection:
         """From indices with -1 for absent entries."""
         absent = index < 0
         bias = torch.zeros(index.shape, device=index.device).masked_fill_(absent, float("-inf"))
-        return Selection(index.masked_fill(absent, 0), bias[:, None])
+        return Selection(index.masked_fill(absent, 0), bias[:, None], index.int())
 
 
 def sparse_attention(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
@@ -51,7 +53,7 @@ def _reference(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor,
     parts = []
     for begin in range(0, q.shape[0], step):
         rows = slice(begin, begin + step)
-        parts.append(_attend(q[rows], [(k, Selection(s.index[rows], s.bias[rows])) for k, s in sources], sink, scale))
+        parts.append(_attend(q[rows], [(k, Selection(s.index[rows], s.bias[rows], s.signed[rows])) for k, s in sources], sink, scale))
     return torch.cat(parts)
 
 

@@ -3,14 +3,18 @@ import itertools
 import pytest
 import torch
 
+from engine.cache_layout import BlockLayout, RowSizes
 from engine.config import Precision
-from engine.kv_cache import BlockLayout, CacheShape, KVCache, block_bytes
+from engine.kv_cache import CacheShape, KVCache, block_bytes
 from engine.models.config import parse_config
 from engine.models.numerics import Numerics
 from engine.models.released import released_config
+from engine.ops.cache_rows import unpack_entry_rows, unpack_window_rows
+from engine.ops.q8 import q8
 from tests.models.tiny_configs import golden_config, small_config
 
 FULL, ROUNDED = Numerics.of(Precision.F), Numerics.of(Precision.B)
+PACKED, PACKED_FP32 = Numerics.of(Precision.B, packed_rows=True), Numerics.of(Precision.FQ, packed_rows=True)
 
 
 def golden_cache(**changes):
@@ -20,16 +24,18 @@ def golden_cache(**changes):
 
 @pytest.mark.parametrize("config", [golden_config(), released_config(), small_config()])
 @pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_layers_of_a_block_never_overlap(config, block_size, element_bytes):
+@pytest.mark.parametrize("numerics", [FULL, ROUNDED, PACKED])
+def test_layers_of_a_block_never_overlap(config, block_size, numerics):
     text = parse_config(config).text
-    layout = BlockLayout.of(text, block_size, element_bytes)
-    kv, index = text.head_dim * element_bytes, text.index_head_dim * element_bytes
+    sizes = RowSizes.of(text, numerics)
+    layout = BlockLayout.of(text, block_size, sizes)
+    kv, index = sizes.entry, 1 if sizes.packed else sizes.index
     used = []
     for layer in text.kv_source_layer_ids:
         entries = block_size // text.ratio(layer)
+        first = layout.index_offset[layer] * index
         used.append((layout.kv_offset[layer] * kv, (layout.kv_offset[layer] + entries) * kv))
-        used.append((layout.index_offset[layer] * index, (layout.index_offset[layer] + entries) * index))
+        used.append((first, first + entries * sizes.index))
     used.sort()
     assert used[0][0] == 0
     assert used[-1][1] <= layout.block_bytes
@@ -41,12 +47,18 @@ def test_released_pages_have_the_documented_sizes():
     text = parse_config(released_config()).text
     assert block_bytes(text, FULL, 128) == 819_200
     assert block_bytes(text, ROUNDED, 128) == 409_600
+    assert block_bytes(text, PACKED, 128) == 114_048
+    layout = BlockLayout.of(text, 128, RowSizes.of(text, PACKED))
+    used = max(layout.index_offset[layer] + layout.entries[layer] * 68 for layer in layout.entries)
+    assert used == 128 * 890 == 113_920
 
 
 def test_released_window_state_has_the_documented_size():
     text = parse_config(released_config()).text
     cache = KVCache(text, ROUNDED, CacheShape(block_size=128, num_blocks=2, num_state_slots=2, backtracking_tokens=6, keep_tokens=140))
     assert cache.state_bytes == 2_621_440
+    packed = KVCache(text, PACKED, CacheShape(block_size=128, num_blocks=2, num_state_slots=2, backtracking_tokens=6, keep_tokens=140))
+    assert packed.state_bytes == 1_351_680
     assert cache.ring_rows == 128 + 6 + 128 + 140
     assert cache.partial_rows == 7
 
@@ -95,7 +107,41 @@ def test_format_names_what_decides_the_bytes():
     text = parse_config(golden_config()).text
     shape = CacheShape(block_size=16, num_blocks=2, num_state_slots=2, backtracking_tokens=5)
     ids = {KVCache(text, Numerics.of(p), shape).format_id for p in Precision}
+    ids |= {KVCache(text, n, shape).format_id for n in (PACKED, PACKED_FP32)}
     # B and R store the same bytes.
-    assert len(ids) == 3
+    assert len(ids) == 5
     other = parse_config(golden_config() | {"text_config": golden_config()["text_config"] | {"rope_theta": 20000}}).text
     assert KVCache(other, FULL, shape).format_id not in ids
+
+
+@pytest.mark.parametrize("numerics", [PACKED, PACKED_FP32])
+def test_packed_entries_and_keys_read_back_as_their_round_trips(numerics):
+    text = parse_config(golden_config()).text
+    shape = CacheShape(block_size=16, num_blocks=5, num_state_slots=3, backtracking_tokens=5)
+    packed, plain = (KVCache(text, n, shape) for n in (numerics, Numerics(numerics.dtype, False, True)))
+    block, place = torch.tensor([3, 1, 3, 4]), torch.tensor([0, 7, 5, 2])
+    entries, keys = torch.randn(4, text.head_dim, dtype=numerics.dtype), torch.randn(4, text.index_head_dim, dtype=numerics.dtype)
+    for cache in (packed, plain):
+        cache.blocks.zero_()
+        for layer in text.kv_source_layer_ids:
+            cache.store_entries(layer, block, place, entries * (layer + 1), keys * (layer + 1))
+    table = torch.tensor([[3, 1], [4, 2]])
+    for layer in text.kv_source_layer_ids:
+        rows = [c.kv_rows[block * c.layout.kv_stride + place + c.layout.kv_offset[layer]] for c in (packed, plain)]
+        assert torch.equal(unpack_entry_rows(rows[0], numerics.dtype), rows[1])
+        assert torch.equal(packed.index_keys(layer, table, 15), plain.index_keys(layer, table, 15))
+
+
+def test_packed_window_survives_a_round_trip_between_slots():
+    text = parse_config(golden_config()).text
+    shape = CacheShape(block_size=16, num_blocks=2, num_state_slots=3, backtracking_tokens=5)
+    cache = KVCache(text, PACKED, shape)
+    keys = torch.randn(cache.ring_rows, text.head_dim, dtype=torch.bfloat16)
+    cache.rings[:, cache.ring_rows : 2 * cache.ring_rows] = cache.window_rows(keys)
+    out = torch.empty(cache.state_bytes, dtype=torch.uint8)
+    cache.save_window(1, 40, out)
+    cache.load_window(2, 40, out)
+    rows = torch.arange(24, 40) % cache.ring_rows
+    moved = cache.rings[: cache.num_encoder_layers, 2 * cache.ring_rows + rows]
+    assert torch.equal(unpack_window_rows(moved[0], torch.bfloat16), q8(keys[rows]))
+    assert torch.equal(moved, cache.rings[: cache.num_encoder_layers, cache.ring_rows + rows])

@@ -10,6 +10,7 @@ from engine.batch import Batch, LogitRows, StepKind
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, NotEnoughMemory
 from engine.model_runner import ModelRunner
+from engine.models.draft import DraftSlice
 from tests.models.golden import PROMPTS, Recorder, Seq, decode, golden_runner, prefill
 from tests.models.tiny_configs import GOLDEN, small_config
 
@@ -292,3 +293,15 @@ def test_dummy_weights_need_only_a_config(tmp_path):
     assert (one - parts).abs().max() <= EXACT
     with pytest.raises(CheckpointError, match="neither"):
         ModelRunner(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("precision", ["Fq", "B", "R"])
+def test_packed_cache_rows_change_no_bit(precision):
+    """Chunks, decode steps and drafts over the released row formats, against rows of elements."""
+    seen = []
+    for rows in ("plain", "packed"):
+        runner = golden_runner(precision, "tiny-a-fp8", cache_rows=rows, enforce_eager=True, draft=True)
+        seq = Seq(runner, PROMPTS[2], 1)
+        out = [prefill(seq, [61, 60]), *(decode([seq])[0] for _ in range(3))]
+        seen.append(torch.cat([*out, runner.draft([DraftSlice(9, 123, 1)]).logits[0]]))
+    assert torch.equal(*seen)
