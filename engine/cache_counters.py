@@ -19,6 +19,7 @@ class CacheCounters:
     hits: int = 0
     hit_tokens: int = 0
     peer_tokens: int = 0
+    disk_tokens: int = 0
     resume_tokens: int = 0
     stores: int = 0
     store_tokens: int = 0
@@ -80,12 +81,12 @@ class CacheCounters:
             "tiers": {
                 "device": dict(no_tier),
                 "host": {
-                    "hit_tokens_total": self.hit_tokens - self.peer_tokens,
+                    "hit_tokens_total": self.hit_tokens - self.peer_tokens - self.disk_tokens,
                     "store_tokens_total": self.store_tokens,
                     "tokens_used": 0,
                 },
                 "peer": {**no_tier, "hit_tokens_total": self.peer_tokens},
-                "disk": dict(no_tier),
+                "disk": {**no_tier, "hit_tokens_total": self.disk_tokens},
             },
             "resume_tokens_total": self.resume_tokens,
             "restore_bytes_total": self.restore_bytes,

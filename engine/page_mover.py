@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -151,6 +151,34 @@ class PageMover:
         self.transfer.copy_out(self._staging, rows, frames)
         self._audit.store(self._staging, rows, frames)
 
+    # -- for whoever reads or writes frames beside the stream --------------------------------------------------------------
+
+    def frame(self, frame: int) -> memoryview:
+        """The bytes of a frame."""
+        begin = frame * self.arena.frame_bytes
+        return self.arena.memory[begin : begin + self.arena.frame_bytes]
+
+    def fence(self) -> Callable[[], None]:
+        """A wait, from any thread, until every copy enqueued so far has left the frames alone."""
+        if self._kv.blocks.device.type == "cpu":
+            return _nothing_to_wait_for
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def reserve(self, frames: Sequence[int]) -> None:
+        """Frames are about to be written. Raises MachineError when there is no memory for them."""
+        self.arena.reserve(frames)
+
+    def checksum(self, frame: int) -> int:
+        """crc32 of a frame as it was stored, 0 when it is not known."""
+        return self._audit.checksum(frame)
+
+    def adopt(self, frames: Sequence[int], checksums: Sequence[int]) -> None:
+        """Frames were filled with stored bytes whose crc32 are known."""
+        for frame, checksum in zip(frames, checksums, strict=True):
+            self._audit.adopt(frame, checksum)
+
     # -- what another process may know -------------------------------------------------------------------------------------
 
     def publish_pages(self, index: PrefixIndex, frames: Sequence[int]) -> None:
@@ -234,6 +262,10 @@ class PageMover:
         self._open.close()
         if self.segment is not None:
             self.segment.close()
+
+
+def _nothing_to_wait_for() -> None:
+    """Copies are complete when their call returns."""
 
 
 def _open_segment(home: CacheHome, layout: Layout) -> Segment | None:

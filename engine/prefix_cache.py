@@ -6,30 +6,28 @@ own stores. Copies are enqueued on the model's stream; a page is visible only af
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
-from bisect import insort
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine.cache_counters import CacheCounters
 from engine.cache_faults import COPY_FAULTS, flip
+from engine.cache_herd import Herd
+from engine.cache_sources import CacheSources
+from engine.cache_store import PrefixWriter
 from engine.errors import ConfigError
 from engine.page_mover import BAD_STATE, INTACT, PageMover
 from engine.prefix_plan import Match, Plan, PlanKind
-from engine.request import FinishReason, Sequence
+from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.explain import Explainer
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
-from hicache.in_flight import InFlightTable, Producer
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
-from hicache.peers import OwnLeases, PeerMatch, Peers
-from hicache.policy import Miss, align_down, chunk_states, prefill_states, restore_cap
-from hicache.recovery import Recovery
-from hicache.reservation import PageReservation, StateReservation
+from hicache.peers import PeerMatch
+from hicache.policy import Miss, align_down, chunk_states, restore_cap
 from hicache.restore_budget import RestoreBudget
 from hicache.segment import CacheHome
 from hicache.sizing import arena_bytes
@@ -38,9 +36,7 @@ if TYPE_CHECKING:
     from engine.kv_cache import KVCache
     from engine.model_runner import Limits
 
-log = logging.getLogger(__name__)
 _MAX_KEY_MEMOS = 4096  # waiting sequences whose keys are remembered between planning attempts
-_MIN_ABORT_TOKENS = 4096  # computed tokens that make the state of an aborted prefill worth keeping
 
 
 class PrefixCache:
@@ -85,38 +81,17 @@ class PrefixCache:
             self.mover.forget,
             self.mover.num_usable,
         )
-        self.recovery = self._recover()
-        self._peers = self._open_peers(home)
+        self.sources = CacheSources(config, self._keys, self.cache, self.mover, home, clock)
+        self.counters = CacheCounters()
+        self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, keep_tokens)
+        self._herd = Herd(config, self._page_tokens, keep_tokens, clock)
+        self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
+        self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
-        self._in_flight = InFlightTable(clock)
-        self._held_since: dict[int, float] = {}
-        self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
         self._postponed: dict[int, int] = {}  # waiting sequence -> bytes that it would restore
+        self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
-        self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
-        self.counters = CacheCounters()
-
-    def _recover(self) -> Recovery:
-        """Take over what a killed predecessor had stored. Its resets count: what it forgot stays forgotten."""
-        segment = self.mover.segment
-        if segment is None:
-            return Recovery()
-        if not segment.reused:
-            segment.epoch = self._keys.epoch
-            return Recovery()
-        self._keys.resume(segment.epoch)
-        segment.epoch = self._keys.epoch
-        found = self.mover.recover(self.cache)
-        log.info("host cache taken over: %d pages, %d states; %d frames dropped", found.pages, found.states, found.dropped)
-        return found
-
-    def _open_peers(self, home: CacheHome | None) -> Peers | None:
-        segment = self.mover.segment
-        if home is None or home.ranks == 1 or segment is None or not self._config.share:
-            return None
-        self.cache.pool.watch_leases(OwnLeases(segment, home.rank).leased)
-        return Peers(home, segment.layout, self._clock)
 
     # -- admission ---------------------------------------------------------------------------------------------------------
 
@@ -139,8 +114,10 @@ class PrefixCache:
         match.peer = self._find_at_peer(seq, match, tokens)
         if match.peer is not None:
             tokens, state, miss = match.peer.tokens, NONE, None
-        if self._holds(seq, match, tokens):
+        if self._herd.holds(seq, match, tokens):
             return Plan(PlanKind.HOLD, 0, "in_flight", match)
+        if self._comes_from_disk(seq, match, tokens):
+            return Plan(PlanKind.HOLD, 0, "disk", match)
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
         if not self._budget.allows(self._restore_bytes(tokens)):
@@ -156,14 +133,24 @@ class PrefixCache:
         """A lease on what another rank holds of the prompt, when it reaches further than our own arena."""
         cap = restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens)
         least = max(own_tokens + self._page_tokens, self._config.min_restore_tokens)
-        if self._peers is None or cap < least:
-            return None
-        return self._peers.find(match.keys, cap // self._page_tokens, least)
+        return self.sources.lease(match.keys, cap // self._page_tokens, least) if cap >= least else None
+
+    def _comes_from_disk(self, seq: Sequence, match: Match, tokens: int) -> bool:
+        """Whether the disk is bringing more of the prompt than the `tokens` that could be restored now."""
+        disk = self.sources.disk
+        if disk is None:
+            return False
+        most_pages = restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens) // self._page_tokens
+        coming = disk.fetch(match.keys, seq.token_ids, match.path, most_pages, tokens, self._keys.epoch)
+        if coming:
+            self._fetched.setdefault(seq.seq_id, tokens)
+        return coming
 
     def begin_step(self, *, decoding: bool = False) -> None:
         """A scheduling step begins: what it may restore is bounded, see `RestoreBudget`. Without this call there is no limit."""
         self._budget.begin_step(decoding=decoding)
         self.mover.settle()
+        self.sources.step()
         for frames in self.mover.take_fresh():
             self.cache.pool.add(frames)
         self.cache.pool.collect_leased()
@@ -182,33 +169,6 @@ class PrefixCache:
             self._memos.pop(next(iter(self._memos)))
         self._memos[seq.seq_id] = (seq.prefill_len, self._keys.epoch, keys)
         return keys
-
-    def _holds(self, seq: Sequence, match: Match, tokens: int) -> bool:
-        """Whether waiting for a prefill in progress saves at least `herd_min_tokens` over resuming at `tokens` now.
-
-        Asks the producer for a state where the two prompts part, if it has not passed that point: without one its pages are useless.
-        """
-        least = self._config.herd_min_tokens
-        producer = self._in_flight.find(match.keys, len(match.path)) if least else None
-        if producer is None or self._in_flight.stalled(producer, self._config.herd_timeout_s):
-            return False
-        shared = producer.shared_pages(match.keys, len(match.path)) * self._page_tokens
-        meeting = min(shared, restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens))
-        if meeting - tokens < least:
-            return False
-        if producer.reachable(meeting) < meeting and producer.done_tokens < meeting:
-            self._ask(producer, meeting)
-        if producer.reachable(meeting) - tokens < least:
-            return False
-        self._held_since.setdefault(seq.seq_id, self._clock())
-        return True
-
-    def _ask(self, producer: Producer, position: int) -> None:
-        """Add a chunk end and a state to a running prefill. Its remaining checkpoints are the scheduler's list, kept ascending."""
-        match = self._active[producer.seq_id]
-        match.wanted[position] = StateReason.ASKED
-        producer.chunk_states.add(position)
-        insort(match.seq.checkpoints, position)
 
     def abandon(self, plan: Plan) -> None:
         """The scheduler cannot admit the sequence now: unpin; no counter moves."""
@@ -231,11 +191,10 @@ class PrefixCache:
             reason = reason if tokens else Miss.AUDIT
             self.counters.restored(self._restore_bytes(tokens), time.perf_counter() - began)
             self._budget.spend(self._restore_bytes(tokens))
+        if tokens and match.state != NONE:
+            self.sources.note_hit(match.keys[tokens // self._page_tokens - 1])
         self._unpin_state(match)
-        self._postponed.pop(seq.seq_id, None)
-        self.counters.admitted(seq, tokens, reason)
-        if seq.seq_id in self._held_since:
-            self.counters.held(self._clock() - self._held_since.pop(seq.seq_id))
+        self._count_admission(seq, tokens, reason)
         seq.num_computed = tokens
         if seq.cached_tokens is None:
             seq.cached_tokens = tokens
@@ -243,6 +202,16 @@ class PrefixCache:
             self._begin(seq, match, tokens)
         else:
             self._release(match)
+
+    def _count_admission(self, seq: Sequence, tokens: int, reason: str) -> None:
+        self._postponed.pop(seq.seq_id, None)
+        before = self._fetched.pop(seq.seq_id, tokens)
+        if seq.cached_tokens is None and tokens > before:
+            self.counters.disk_tokens += tokens - before
+        self.counters.admitted(seq, tokens, reason)
+        held_s = self._herd.admitted(seq.seq_id)
+        if held_s is not None:
+            self.counters.held(held_s)
 
     def _copy_in(self, seq: Sequence, match: Match, tokens: int) -> int:
         """Copy pages and state. Returns `tokens`, or 0 when the bytes are not those that were stored: then all is computed anew."""
@@ -287,9 +256,7 @@ class PrefixCache:
         self._active[seq.seq_id] = match
         matched, anchor = len(match.path) * self._page_tokens, seq.request.cache_anchor_tokens
         match.wanted = chunk_states(restored, matched, seq.prefill_len, anchor, self._interval, self._keep_tokens, self._page_tokens)
-        end_states = frozenset(p for p, _ in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens))
-        producer = Producer(seq.seq_id, match.keys, end_states, set(match.wanted), restored)
-        self._in_flight.register(producer, len(match.path))
+        self._herd.lead(seq, match, restored)
 
     # -- store -------------------------------------------------------------------------------------------------------------
 
@@ -309,61 +276,16 @@ class PrefixCache:
         done = end >= seq.prefill_len
         if match.epoch == self._keys.epoch and not self.cache.index.has_dropped(match.path):
             began = time.perf_counter()
-            self._store_pages(seq, match, start, end)
+            self._writer.store_pages(seq, match, start, end)
             if end in match.wanted:
-                self._store_state(seq, match, end, match.wanted[end])
+                self._writer.store_state(seq, match, end, match.wanted[end])
             if done:
-                self._store_end_states(seq, match)
+                self._writer.store_end_states(seq, match)
+                self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
             self.counters.store_seconds += time.perf_counter() - began
-        self._in_flight.progress(seq.seq_id, end)
+        self._herd.progress(seq.seq_id, end)
         if done:
             self._close(seq.seq_id)
-
-    def _store_pages(self, seq: Sequence, match: Match, start: int, end: int) -> None:
-        """Store every complete page that is absent. Also pages of earlier chunks that found no room: their blocks are still here."""
-        index, size = self.cache.index, self._page_tokens
-        upto = min(end // size, len(match.keys))
-        present = index.match(match.keys[len(match.path) : upto])
-        index.pin(present)
-        match.path += present
-        first = len(match.path)
-        if first >= upto:
-            return
-        with PageReservation(self.cache, upto - first) as reservation:
-            frames = reservation.frames
-            until = first + len(frames)
-            self.mover.store_pages(seq.block_table[first:until], frames)
-            reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
-        self.mover.publish_pages(index, frames)
-        match.path += frames
-        skipped = upto - max(until, start // size)
-        self.counters.stored(len(frames), size, self.mover.row_bytes, skipped)
-
-    def _store_end_states(self, seq: Sequence, match: Match) -> None:
-        """Keep the windows at s0 and, if frames are free, at s1."""
-        for position, reason in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens):
-            if reason is StateReason.RESEND or self._config.store_tail_state:
-                self._store_state(seq, match, position, reason)
-        self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
-
-    def _store_state(self, seq: Sequence, match: Match, position: int, reason: StateReason) -> None:
-        path = match.path[: position // self._page_tokens]
-        if len(path) * self._page_tokens < position:
-            self.counters.store_skipped["no_page"] += 1
-            return
-        if self.cache.reuse_state(path[-1], reason):
-            return
-        if reason in (StateReason.FORK, StateReason.ASKED):
-            self.cache.limit_forks(path, self._config.states_per_path)
-        with StateReservation(self.cache, path, evict=reason is not StateReason.TAIL) as reservation:
-            if not reservation.frames:
-                self.counters.store_skipped["no_state_frames"] += 1
-                return
-            self.mover.store_state(seq.state_slot, position, reservation.frames)
-            state = reservation.commit(reason)
-        self.mover.publish_state(self.cache.index, state)
-        self.counters.states_written[reason.name.lower()] += 1
-        self.counters.store_bytes += self.mover.state_bytes
 
     # -- end ---------------------------------------------------------------------------------------------------------------
 
@@ -371,27 +293,18 @@ class PrefixCache:
         """Let go of everything a sequence holds, before its blocks are freed. Idempotent; on every exit path."""
         match = self._active.get(seq.seq_id)
         if match is not None:
-            self._snapshot(seq, match)
+            if match.epoch == self._keys.epoch:
+                self._writer.snapshot(seq, match)
             self._close(seq.seq_id)
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
-        self._held_since.pop(seq.seq_id, None)
+        self._herd.forget(seq.seq_id)
         self._postponed.pop(seq.seq_id, None)
-
-    def _snapshot(self, seq: Sequence, match: Match) -> None:
-        """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.
-
-        Not after a failed forward pass: its window is not to be trusted. The rings reach back one page and `keep_tokens`.
-        """
-        position = align_down(min(seq.num_computed, len(match.path) * self._page_tokens), self._page_tokens)
-        broken = seq.finish_reason is FinishReason.ERROR or match.epoch != self._keys.epoch or self.cache.index.has_dropped(match.path)
-        if broken or position < _MIN_ABORT_TOKENS or seq.num_computed - position > self._page_tokens + self._keep_tokens:
-            return
-        self._store_state(seq, match, position, StateReason.ABORT)
+        self._fetched.pop(seq.seq_id, None)
 
     def _close(self, seq_id: int) -> None:
         """The prefill is over: nothing of it is pinned or awaited any more."""
-        self._in_flight.drop(seq_id)
+        self._herd.drop_leader(seq_id)
         self._release(self._active.pop(seq_id, None))
 
     def _release(self, match: Match | None) -> None:
@@ -406,13 +319,13 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget every stored prefix in O(1). Old entries leave by recency; running sequences keep what they restored."""
         self._keys.reset()
-        if self.mover.segment is not None:
-            self.mover.segment.epoch = self._keys.epoch
+        self.sources.remember_epoch()
         self._memos.clear()
-        self._in_flight.clear()
+        self._herd.clear()
 
     def close(self) -> None:
-        """Give page-locked memory back while the device is still there. Idempotent."""
+        """Write to disk what is worth it, and give page-locked memory back while the device is still there. Idempotent."""
+        self.sources.close()
         self.mover.close()
 
     # -- what people look at -----------------------------------------------------------------------------------------------
@@ -433,11 +346,14 @@ class PrefixCache:
         leaves["frames"] = {"free": pool.num_free, "page": num_pages, "state": pool.count(Owner.STATE), "leased": pool.count(Owner.LEASED)}
         leaves["states"] = index.num_states
         leaves["pinned_sequences"] = len(self._planned) + len(self._active)
-        leaves["held_requests"] = len(self._held_since)
+        leaves["held_requests"] = self._herd.num_held
         leaves["pinned_bytes"] = self.mover.pinned_bytes
         leaves["pageable"] = int(self.mover.pinned_bytes == 0)
         leaves["arena_bytes"] = self.mover.arena.num_bytes
-        leaves["recovered"] = {"pages": self.recovery.pages, "states": self.recovery.states, "dropped": self.recovery.dropped}
+        recovery = self.sources.recovery
+        leaves["recovered"] = {"pages": recovery.pages, "states": recovery.states, "dropped": recovery.dropped}
+        leaves["disk"] = self.sources.leaves()
+        leaves["disk_errors_total"] = leaves["disk"].pop("errors_total", {})
         leaves["frame_bytes"] = self.mover.arena.frame_bytes
         return leaves
 

@@ -47,6 +47,10 @@ class HiCacheConfig:
     )
     share: bool = knob(True, "Ranks of one host restore from each other's arenas; needs segment=auto.")
     keep_on_exit: bool = knob(False, "Keep the arena when the server stops, for the next start of the same server.")
+    disk_gb: float = knob(0.0, "Disk below the arena, per rank, that survives every stop; 0 uses none.", unit="GiB", ge=0)
+    disk_dir: str = knob("", "Where the disk tier lies; empty is the server's own directory.")
+    disk_min_tokens: int = knob(256, "Fewer missing tokens are computed and not read from the disk tier.", unit="tokens", ge=1)
+    disk_exit_seconds: float = knob(5.0, "Longest time that a stopping rank spends on writing to the disk tier.", unit="s", ge=0)
     audit: str = knob("sampled", "Checksums of stored pages.", choices=("off", "sampled", "full"))
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from hicache.native import check_status
 from hicache.transfer import Transfer
 
 KERNEL_BLOCKS = 8  # enough to fill PCIe 5; more than 16 slow the model's own kernels
+_FIRST_ROWS, _MORE_ROWS = 256, 4064  # rows per launch; the kernel's argument takes 4064
 _MERGE_LIMIT = 2**30
 _BOUNCE_ROWS = 256
 PROBE_PAGES = (1, 16, 256)
@@ -51,22 +52,23 @@ class KernelTransfer:
         self, source: int, source_stride: int, first: Sequence[int], target: int, target_stride: int, second: Sequence[int], row_bytes: int
     ) -> None:
         assert len(first) == len(second), f"{len(first)} rows for {len(second)} places"
-        # Launches copy the row numbers, so these arrays need to live no longer than the call. A tensor would take 20 x as long to make.
-        here, there = array("i", first), array("i", second)
-        stream = torch.cuda.current_stream().cuda_stream
-        status = self._launch(
-            source,
-            target,
-            here.buffer_info()[0],
-            there.buffer_info()[0],
-            len(here),
-            source_stride,
-            target_stride,
-            row_bytes,
-            self._num_blocks,
-            stream,
-        )
-        check_status(self._library, status, "page copy")
+        stream, begin = torch.cuda.current_stream().cuda_stream, 0
+        while begin < len(first):
+            # The first rows are under way while the numbers of the others are still being packed.
+            end = begin + (_FIRST_ROWS if begin == 0 else _MORE_ROWS)
+            here, there = _packed(first[begin:end]), _packed(second[begin:end])
+            addresses = here.buffer_info()[0], there.buffer_info()[0]
+            # The launch copies the numbers, so these arrays need to live no longer than the call.
+            status = self._launch(source, target, *addresses, len(here), source_stride, target_stride, row_bytes, self._num_blocks, stream)
+            check_status(self._library, status, "page copy")
+            begin = end
+
+
+def _packed(numbers: Sequence[int]) -> array[int]:
+    """Row numbers as int32: four times as fast through `fromlist` as through array's own loop, and ninety times as a tensor."""
+    packed = array("i")
+    packed.fromlist(numbers if isinstance(numbers, list) else list(numbers))
+    return packed
 
 
 class BatchTransfer:

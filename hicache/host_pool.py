@@ -85,7 +85,7 @@ class Owner(IntEnum):
     RESERVED = 1
     PAGE = 2
     STATE = 3
-    LEASED = 4  # given back, but a peer is still reading it
+    LEASED = 4  # given back, but a peer or the disk is still reading it
     ABSENT = 5  # not page-locked yet
 
 
@@ -104,7 +104,7 @@ class FramePool:
         self._free = array("i", range(usable - 1, -1, -1))
         self._owner = bytearray(usable) + bytes([Owner.ABSENT]) * (num_frames - usable)
         self._held = [0, 0, 0, 0, 0, num_frames - usable]  # frames per owner, FREE unused
-        self._leased: Leased | None = None
+        self._leased: list[Leased] = []
         self._waiting: list[int] = []  # LEASED frames
 
     @property
@@ -162,7 +162,7 @@ class FramePool:
         """Give frames back, whatever they held."""
         if self._on_free is not None:
             self._on_free(frames)
-        kept = self._leased(frames) if self._leased is not None and frames else ()
+        kept = self._still_read(frames)
         owners, held = self._owner, self._held
         for frame in frames:
             owner = owners[frame]
@@ -177,14 +177,17 @@ class FramePool:
                 self._free.append(frame)
 
     def watch_leases(self, leased: Leased) -> None:
-        """From now on frames that a peer reads are not used again before it has finished."""
-        self._leased = leased
+        """From now on frames that somebody else reads are not used again before that has finished."""
+        self._leased.append(leased)
+
+    def _still_read(self, frames: Sequence[int]) -> set[int]:
+        return {frame for leased in self._leased for frame in leased(frames)} if frames else set()
 
     def collect_leased(self) -> None:
         """Take back the frames whose readers have finished."""
-        if not self._waiting or self._leased is None:
+        if not self._waiting:
             return
-        still = self._leased(self._waiting)
+        still = self._still_read(self._waiting)
         for frame in self._waiting:
             if frame not in still:
                 self._owner[frame] = Owner.FREE

@@ -336,13 +336,15 @@ class PrefixIndex:
 
     def newest_state(self, reason: StateReason) -> int:
         """The most recent listed state of that reason, else the most recent of any, else -1."""
-        newest = self._prev[self._states]
-        state = newest
+        newest = next(self.states_by_recency(), NONE)
+        return next((state for state in self.states_by_recency() if self.reason[state] == reason), newest)
+
+    def states_by_recency(self) -> Iterator[int]:
+        """Listed states, most recent first."""
+        state = self._prev[self._states]
         while state != self._states:
-            if self.reason[state] == reason:
-                return state
+            yield state
             state = self._prev[state]
-        return NONE if newest == self._states else newest
 
     def path_to(self, page: int) -> list[int]:
         """Frames from the root to `page`."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache.segment import read_origin
-from server.launch import SEGMENT_PREFIX, SHARED_MEMORY, secret_path, segment_name
+from server.launch import SEGMENT_PREFIX, SHARED_MEMORY, disk_mark, secret_path, segment_name
 from server.state import is_running, read_state
 
 KEPT_NAME = "cache.kept"
@@ -20,11 +20,14 @@ def segments(server_dir: Path, memory: Path = SHARED_MEMORY) -> Iterator[Path]:
 
 
 def remove_cache(server_dir: Path, memory: Path = SHARED_MEMORY) -> int:
-    """Remove a server's segments and the secret that their keys were made with. Returns how many segments there were."""
+    """Remove a server's segments and, unless pages on disk need it, the secret that their keys were made with. Returns how many segments
+    there were.
+    """
     found = list(segments(server_dir, memory))
     for path in found:
         path.unlink(missing_ok=True)
-    secret_path(server_dir).unlink(missing_ok=True)
+    if not disk_mark(server_dir).exists():
+        secret_path(server_dir).unlink(missing_ok=True)
     (server_dir / KEPT_NAME).unlink(missing_ok=True)
     return len(found)
 

@@ -82,6 +82,11 @@ class Launch:
         for directory in (Path(self.server_dir), self.log_dir, self.boot_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._make_cache_secret()
+        mark = disk_mark(Path(self.server_dir))
+        if self.hicache.disk_gb > 0:
+            mark.touch(mode=0o600)
+        else:
+            mark.unlink(missing_ok=True)
         path = Path(self.server_dir) / "launch.json"
         temporary = path.with_suffix(".tmp")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -105,6 +110,11 @@ def segment_name(server_dir: str) -> str:
 
 def secret_path(server_dir: Path) -> Path:
     return server_dir / "cache.secret"
+
+
+def disk_mark(server_dir: Path) -> Path:
+    """A file that exists while this server's pages are on disk, where they can be found with its secret only."""
+    return server_dir / "cache.disk"
 
 
 def load_launch(path: Path) -> Launch:

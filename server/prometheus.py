@@ -94,6 +94,8 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "hicache_store_bytes": _leaf("prefix_cache", "store_bytes_total"),
     "hicache_store_seconds": _leaf("prefix_cache", "store_seconds_total"),
     "hicache_checksum_errors": _leaf("prefix_cache", "checksum_errors_total"),
+    "hicache_disk_read_bytes": _leaf("prefix_cache", "disk", "read_bytes_total"),
+    "hicache_disk_written_bytes": _leaf("prefix_cache", "disk", "written_bytes_total"),
     "hicache_holds": _leaf("prefix_cache", "holds_total"),
     "hicache_hold_seconds": _leaf("prefix_cache", "hold_seconds_total"),
 }
@@ -102,6 +104,7 @@ NATIVE_GAUGES: dict[str, Reader] = {
     "hicache_pinned_bytes": _leaf("prefix_cache", "pinned_bytes"),
     "hicache_pageable": _leaf("prefix_cache", "pageable"),
     "hicache_held_requests": _leaf("prefix_cache", "held_requests"),
+    "hicache_disk_bytes": _leaf("prefix_cache", "disk", "bytes"),
 }
 # Leaves that are dicts of counters: (name of the label, leaf). The label's values are ours, never a client's.
 LABELLED_COUNTERS: dict[str, tuple[str, str]] = {
@@ -110,6 +113,7 @@ LABELLED_COUNTERS: dict[str, tuple[str, str]] = {
     "hicache_states_written": ("reason", "states_written_total"),
     "hicache_state_hits": ("reason", "state_hits_total"),
     "hicache_evicted_frames": ("kind", "evicted_frames_total"),
+    "hicache_disk_errors": ("kind", "disk_errors_total"),
 }
 
 

@@ -88,6 +88,7 @@ class HostRows:
 
     def __init__(self, kind: str, count: int, row_bytes: int, library: ctypes.CDLL) -> None:
         self.stride = frame_bytes_for(row_bytes)
+        self._unregister: Callable[..., int] | None = None
         num_bytes = count * self.stride
         if kind == "torch":
             self.rows = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).view(count, self.stride)
@@ -104,6 +105,14 @@ class HostRows:
         pointer = ctypes.c_void_p()
         bind(library, "dix_host_device_pointer", [ctypes.c_void_p, ctypes.c_void_p])(self.rows.data_ptr(), ctypes.byref(pointer))
         self.pointer = pointer.value or 0
+        self._unregister = bind(library, "dix_host_unregister", [ctypes.c_void_p])
+
+    def close(self) -> None:
+        """Give registered memory back before it is unmapped."""
+        if self._unregister is not None:
+            torch.cuda.synchronize()
+            self._unregister(self.rows.data_ptr())
+            self._unregister = None
 
     @property
     def huge_share(self) -> float:
@@ -170,6 +179,7 @@ def compare_variants(report: Report, ceilings: dict[str, float], library: ctypes
         bench = Bench(kind, PAGE_BYTES, 1024, variants, library)
         for direction in DIRECTIONS:
             report.add("memory", bench.gb_s(0, direction, 8), "GB/s", kind=kind, direction=direction, huge=round(bench.host.huge_share, 2))
+        bench.host.close()
     rates: dict[tuple[int, int], list[float]] = {}
     benches = [Bench("huge", row_bytes, count, variants, library) for row_bytes, count in ((PAGE_BYTES, 1024), (PIECE_BYTES, 4096))]
     for bench in benches:
@@ -184,9 +194,12 @@ def compare_variants(report: Report, ceilings: dict[str, float], library: ctypes
                     rates.setdefault((variant, blocks), []).append(share)
                     facts = {"variant": name, "blocks": blocks, "direction": direction, "row_bytes": bench.row_bytes}
                     report.add("share", share, "of pinned", **facts)
+    for bench in benches[1:]:
+        bench.host.close()
     ranked = sorted(rates, key=lambda key: min(rates[key]), reverse=True)
     for variant, blocks in dict.fromkeys([*ranked[:6], (0, 8)]):
         fixed_cost(report, benches[0], variant, blocks, names[variant])
+    benches[0].host.close()
     print(f"\n{'variant':30} blocks   page in   out   16K in   out   (of one large pinned copy)")
     for variant, blocks in ranked[:25]:
         print(f"{names[variant]:30} {blocks:6} {'  '.join(f'{share:6.3f}' for share in rates[variant, blocks])}")

@@ -15,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -132,21 +133,22 @@ def interference(share: float, length: int, build_dir: Path, step: Callable[[], 
     prompts = 8
     for number in range(prompts):
         store(cache, number, length)
-    numbers, restored = itertools.cycle(range(prompts)), 0
+    restored = 0
     alone_ms: list[float] = []
     beside_ms: list[float] = []
-    waiting: Iterator[Sequence] = (sequence(number, length) for number in numbers)
-    seq = next(waiting)
+    # Requests exist before the clock runs; each is hashed inside, as a rank does it.
+    waiting = deque(sequence(number % prompts, length) for number in range(4_000_000 // length if share else 60))
+    seq = waiting.popleft()
     # In turns, so that clocks and neighbours are the same for both.
     for block in range(10):
         busy = block % 2 == 1
         for _ in range(STEPS // 10):
             began = time.perf_counter()
             cache.begin_step(decoding=True)
-            while busy and (tokens := restore(cache, seq)):
+            while busy and waiting and (tokens := restore(cache, seq)):
                 restored += tokens
                 cache.finish(seq)
-                seq = next(waiting)
+                seq = waiting.popleft()
             step()
             torch.cuda.synchronize()
             (beside_ms if busy else alone_ms).append((time.perf_counter() - began) * 1e3)

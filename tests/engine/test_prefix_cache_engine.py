@@ -84,5 +84,5 @@ def test_answers_are_those_of_an_engine_without_cache(prompts: list[list[int]]) 
     assert stats["prefix_cache"]["evictions_total"] > 0
     assert stats["preemptions_total"] > 0
     assert stats["prefix_cache"]["checksum_errors_total"] == 0
-    assert len(cache._in_flight) == 0
+    assert len(cache._herd.in_flight) == 0
     assert_idle(cache)

@@ -108,6 +108,6 @@ def test_restarted_rank_and_its_peer_restore_from_the_segment_what_the_gpu_had_c
     assert serve(peer) == 32
     first.close()
     again = start(0)
-    assert again.recovery.pages == 10
+    assert again.sources.recovery.pages == 10
     assert serve(again) == 32
     assert again.stats()["checksum_errors_total"] == peer.stats()["checksum_errors_total"] == 0

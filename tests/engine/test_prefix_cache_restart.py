@@ -46,9 +46,9 @@ def test_restarted_rank_hits_everything_that_was_stored(tmp_path: Path) -> None:
         run(first, prompt)
     kill(first)
     second = start(tmp_path)
-    assert second.recovery.pages == first.stats()["frames"]["page"]
-    assert second.recovery.states == first.stats()["states"]
-    assert second.recovery.dropped == 0
+    assert second.sources.recovery.pages == first.stats()["frames"]["page"]
+    assert second.sources.recovery.states == first.stats()["states"]
+    assert second.sources.recovery.dropped == 0
     assert_idle(second)
     assert hits(second, PROMPTS) == [32] * len(PROMPTS)
     assert second.stats()["checksum_errors_total"] == 0
@@ -62,8 +62,8 @@ def test_page_that_was_being_written_is_dropped_with_all_below_it(tmp_path: Path
     first.mover.records.clear([path[5]])  # type: ignore[union-attr]
     kill(first)
     second = start(tmp_path)
-    assert second.recovery.pages == 5
-    assert second.recovery.dropped > 0
+    assert second.sources.recovery.pages == 5
+    assert second.sources.recovery.dropped > 0
     assert_idle(second)
     assert hits(second, [PROMPTS[0], PROMPTS[0]]) == [0, 32]
 
@@ -76,7 +76,7 @@ def test_bytes_that_differ_from_their_checksum_are_not_taken_over(tmp_path: Path
     first.mover.arena.rows[page, 10] ^= 1
     kill(first)
     second = start(tmp_path)
-    assert second.recovery.dropped > 0
+    assert second.sources.recovery.dropped > 0
     assert hits(second, PROMPTS)[0] == 0
     assert_idle(second)
 
@@ -90,7 +90,7 @@ def test_a_rank_killed_in_the_middle_of_a_prefill_keeps_its_chunks(tmp_path: Pat
     kill(first)
     second = start(tmp_path)
     assert_idle(second)
-    assert second.recovery.pages == 10 + 6
+    assert second.sources.recovery.pages == 10 + 6
     assert hits(second, [PROMPTS[1]]) == [32]
 
 
@@ -165,7 +165,7 @@ def test_real_kill_at_a_random_moment_leaves_only_intact_pages(tmp_path: Path) -
         process.stdout.close()
         cache = start(tmp_path, num_frames=400)
         assert_idle(cache)
-        assert cache.recovery.pages > 100
+        assert cache.sources.recovery.pages > 100
         records, arena = cache.mover.records, cache.mover.arena
         for frame in cache.cache.index.frames_by_key.values():
             record = records.read(frame)  # type: ignore[union-attr]

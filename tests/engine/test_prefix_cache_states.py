@@ -145,7 +145,7 @@ def herd(cache: PrefixCache, prompts: list[list[int]]) -> tuple[int, int]:
                 cache.finish(seq)
                 running.remove(seq)
     assert_idle(cache)
-    assert len(cache._in_flight) == 0
+    assert len(cache._herd.in_flight) == 0
     return computed, full
 
 

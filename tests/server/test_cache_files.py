@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hicache.segment import CacheHome, Layout, open_segment
 from server.cache_files import keep_cache, remove_cache, remove_orphans, segments
-from server.launch import secret_path, segment_name
+from server.launch import disk_mark, secret_path, segment_name
 
 LAYOUT = Layout(num_frames=4, frame_bytes=4096, frames_per_state=1, page_tokens=4, ranks=2, proof=b"p" * 32)
 
@@ -44,3 +44,15 @@ def test_removing_a_cache_takes_its_secret_along(tmp_path: Path) -> None:
     assert not list(memory.iterdir())
     assert not list(directory.iterdir())
     assert remove_cache(directory, memory) == 0
+
+
+def test_pages_on_disk_keep_the_secret_that_finds_them(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    directory = server(tmp_path, "one", memory)
+    disk_mark(directory).touch()
+    assert remove_cache(directory, memory) == 2
+    assert secret_path(directory).exists()
+    disk_mark(directory).unlink()
+    remove_cache(directory, memory)
+    assert not secret_path(directory).exists()

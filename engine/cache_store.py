@@ -1,0 +1,80 @@
+"""The store side of the prefix cache: pages chunk by chunk, window states where the policy wants them."""
+
+from __future__ import annotations
+
+from engine.cache_counters import CacheCounters
+from engine.page_mover import PageMover
+from engine.prefix_plan import Match
+from engine.request import FinishReason, Sequence
+from hicache.config import HiCacheConfig
+from hicache.host_cache import HostCache
+from hicache.index import NONE, StateReason
+from hicache.policy import align_down, prefill_states
+from hicache.reservation import PageReservation, StateReservation
+
+MIN_ABORT_TOKENS = 4096  # computed tokens that make the state of an aborted prefill worth keeping
+
+
+class PrefixWriter:
+    """Writes a sequence's pages and states into the arena. The sequence pins its own path, so its stores cannot evict it."""
+
+    def __init__(self, config: HiCacheConfig, cache: HostCache, mover: PageMover, counters: CacheCounters, keep_tokens: int) -> None:
+        self._config, self._cache, self._mover, self._counters = config, cache, mover, counters
+        self._keep_tokens, self._page_tokens = keep_tokens, cache.page_tokens
+
+    def store_pages(self, seq: Sequence, match: Match, start: int, end: int) -> None:
+        """Store every complete page that is absent. Also pages of earlier chunks that found no room: their blocks are still here."""
+        index, size = self._cache.index, self._page_tokens
+        upto = min(end // size, len(match.keys))
+        present = index.match(match.keys[len(match.path) : upto])
+        index.pin(present)
+        match.path += present
+        first = len(match.path)
+        if first >= upto:
+            return
+        with PageReservation(self._cache, upto - first) as reservation:
+            frames = reservation.frames
+            until = first + len(frames)
+            self._mover.store_pages(seq.block_table[first:until], frames)
+            reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
+        self._mover.publish_pages(index, frames)
+        match.path += frames
+        skipped = upto - max(until, start // size)
+        self._counters.stored(len(frames), size, self._mover.row_bytes, skipped)
+
+    def store_end_states(self, seq: Sequence, match: Match) -> None:
+        """Keep the windows at s0 and, if frames are free, at s1."""
+        for position, reason in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens):
+            if reason is StateReason.RESEND or self._config.store_tail_state:
+                self.store_state(seq, match, position, reason)
+
+    def store_state(self, seq: Sequence, match: Match, position: int, reason: StateReason) -> None:
+        """Keep the window at `position`, a page end that the sequence's rings still reach."""
+        path = match.path[: position // self._page_tokens]
+        if len(path) * self._page_tokens < position:
+            self._counters.store_skipped["no_page"] += 1
+            return
+        if self._cache.reuse_state(path[-1], reason):
+            return
+        if reason in (StateReason.FORK, StateReason.ASKED):
+            self._cache.limit_forks(path, self._config.states_per_path)
+        with StateReservation(self._cache, path, evict=reason is not StateReason.TAIL) as reservation:
+            if not reservation.frames:
+                self._counters.store_skipped["no_state_frames"] += 1
+                return
+            self._mover.store_state(seq.state_slot, position, reservation.frames)
+            state = reservation.commit(reason)
+        self._mover.publish_state(self._cache.index, state)
+        self._counters.states_written[reason.name.lower()] += 1
+        self._counters.store_bytes += self._mover.state_bytes
+
+    def snapshot(self, seq: Sequence, match: Match) -> None:
+        """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.
+
+        Not after a failed forward pass: its window is not to be trusted. The rings reach back one page and `keep_tokens`.
+        """
+        position = align_down(min(seq.num_computed, len(match.path) * self._page_tokens), self._page_tokens)
+        broken = seq.finish_reason is FinishReason.ERROR or self._cache.index.has_dropped(match.path)
+        if broken or position < MIN_ABORT_TOKENS or seq.num_computed - position > self._page_tokens + self._keep_tokens:
+            return
+        self.store_state(seq, match, position, StateReason.ABORT)
