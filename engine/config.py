@@ -133,12 +133,19 @@ class EngineConfig:
     enforce_eager: bool = knob(False, "Never capture graphs or run compiled steps.", aliases=("DEEPINFER_ENFORCE_EAGER",))
 
     dp: int = knob(1, "Data-parallel ranks, one process each.", unit="ranks", ge=1, common=True)
-    ep: int = knob(1, "Ranks that share the experts.", unit="ranks", ge=1, common=True)
+    ep: int = knob(1, "Consecutive ranks that share the experts; divides dp.", unit="ranks", ge=1, common=True)
+    expert_exchange: str = knob(
+        "auto",
+        "How rows reach the experts of other ranks: all rows to all ranks, or to the ranks that need them.",
+        choices=("auto", "gather", "all_to_all"),
+    )
     collective_timeout_s: float = knob(45.0, "Longest wait for a peer in a collective.", unit="s", gt=0)
 
     def __post_init__(self) -> None:
         check_knobs(self, "engine")
         self.confidence_temperatures(self.num_draft_tokens)
+        if self.dp % self.ep:
+            raise ConfigError(f"engine.ep is {self.ep} and engine.dp is {self.dp}", hint="--dp must be a multiple of --ep")
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
                 f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from engine.cache_contract import NoPrefixCache, PrefixCacheLike
 from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
 from engine.drafter import Drafter, DrafterLike
-from engine.errors import ConfigError, RequestError
+from engine.errors import RequestError
 from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
 from engine.models.draft import Choose, DraftSlice
@@ -22,7 +23,7 @@ from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
-from engine.spec_costs import measure
+from engine.spec_costs import MEASURE_S, measure
 from engine.spec_lengths import ThroughputLength
 from engine.step import SchedulerLimits, Step
 from engine.step_runner import StepRunner
@@ -36,7 +37,8 @@ GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for.
+    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for. `join` is called
+    instead when other ranks run a step with the experts of this one.
 
     One whose `limits.draft_block_size` is above 0 has `draft` as well, see `engine/drafter.py`.
     """
@@ -47,6 +49,8 @@ class Runner(Protocol):
     def run(self, batch: Batch) -> Any: ...
 
     def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> Any: ...
+
+    def join(self, kind: StepKind) -> None: ...
 
 
 class Engine:
@@ -70,12 +74,10 @@ class Engine:
         Raises:
             ConfigError, CheckpointError, NotEnoughMemory: with the remedy in the message.
         """
-        if config.ep > 1:
-            raise ConfigError(f"engine.ep is {config.ep}", hint="every rank holds all experts in this version: --ep 1")
         self.group: Group = SoloGroup() if group is None else group
         self.config = config
         self.clock = clock
-        self.runner = _load_runner(config, on_progress) if runner is None else runner
+        self.runner = _load_runner(config, on_progress, self.group) if runner is None else runner
         self.limits = self.runner.limits
         self.cache: PrefixCacheLike = _build_cache(hicache, self.runner, config.dp, cache_home) or NoPrefixCache()
         self.idle = False
@@ -196,12 +198,12 @@ class Engine:
                 self.grammars.wait(GRAMMAR_WAIT_S)
             return self._take_outputs()
         self._steps += 1
-        # Without shared experts the forward has no collective, so a rank without work has nothing to take part in
-        # beyond the vote; with shared experts it would have to join their exchanges with a placeholder row.
         if step.seqs:
             self._run(step)
         else:
             self._land()
+            if self.config.ep > 1:
+                self.runner.join(step.kind)
         return self._take_outputs()
 
     def _run(self, step: Step) -> None:
@@ -246,11 +248,14 @@ class Engine:
         pools = self.scheduler.blocks
         per_seq = pools.blocks_for(drafter.max_drafts + 1)
         count = min(self.limits.max_num_seqs, pools.slots.num_free, pools.blocks.num_free // per_seq)
+        budget_s = MEASURE_S
+        if self.config.ep > 1:  # every step is one of all ranks: all measure the same ones, however long it takes
+            count, budget_s = -self.group.max([-count])[0], math.inf
         if count == 0:
             return
         slots, blocks = pools.slots.allocate(count), pools.blocks.allocate(count * per_seq)
         places = [(slot, blocks[i * per_seq : (i + 1) * per_seq]) for i, slot in enumerate(slots)]
-        drafter.policy = ThroughputLength(measure(self.runner, drafter.max_drafts, places), drafter.max_drafts)
+        drafter.policy = ThroughputLength(measure(self.runner, drafter.max_drafts, places, budget_s=budget_s), drafter.max_drafts)
         self._measured_path = _path_of(self.runner)
         pools.blocks.free_all(blocks)
         pools.slots.free_all(slots)
@@ -305,13 +310,13 @@ class Engine:
         self.group.close()
 
 
-def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None] | None) -> Runner:
+def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None] | None, group: Group) -> Runner:
     import torch
 
     from engine.model_runner import ModelRunner  # the model's modules load only when a model is wanted
 
     torch.set_num_threads(resolve_threads(config.num_threads, config.dp))
-    return ModelRunner(config, draft=config.spec and config.num_draft_tokens > 0, on_progress=on_progress)
+    return ModelRunner(config, draft=config.spec and config.num_draft_tokens > 0, on_progress=on_progress, group=group)
 
 
 def _overlaps(config: EngineConfig, device: str) -> bool:

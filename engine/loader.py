@@ -64,6 +64,9 @@ class WeightSource(Protocol):
     def table(self, name: str) -> tuple[Tensor, Tensor | None]:
         """A table as stored, which stays on the host: e4m3 rows and their scales, or float rows and None. May be memory-mapped."""
 
+    def skip(self, names: Iterable[str]) -> None:
+        """Leave parameters unread that another rank holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -96,6 +99,10 @@ class Checkpoint:
 
     def table(self, name: str) -> tuple[Tensor, Tensor | None]:
         return self.stored(name)
+
+    def skip(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._take(name)
 
     def _take(self, name: str) -> Parameter:
         assert name in self.unread, f"{name} is unknown or was read before"
@@ -148,6 +155,10 @@ class RandomWeights:
             else:
                 values[part], scale[part] = encode_table_rows(piece)
         return values, scale
+
+    def skip(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._take(name)
 
     def _take(self, name: str) -> Parameter:
         assert name in self.unread, f"{name} is unknown or was read before"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
+from csrc.loader import BuildError
+from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import Recorder, RecordingReport, bucket_sizes
+from engine.distributed import Group
 from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
 from engine.kv_cache import CacheShape, KVCache, block_bytes
 from engine.loader import Checkpoint, RandomWeights, model_fingerprint, open_checkpoint
@@ -22,6 +24,7 @@ from engine.models.deepseek_v41 import DeepseekV41
 from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
 from engine.models.engram_tables import token_map, tokenizer_size
 from engine.models.inputs import InputBuilder, StepInputs, Truncation
+from engine.models.native_experts import NativeExperts
 from engine.models.native_model import NativeModel
 from engine.models.native_weights import NativeWeights, Tables, unsupported
 from engine.models.numerics import Numerics
@@ -30,6 +33,8 @@ from engine.models.static_inputs import StaticInputs
 from engine.native_start import NativeStart
 from engine.ops.registry import select
 from engine.ops.rope import plain_frequencies, yarn_frequencies
+from engine.parallel.expert_exchange import ExpertExchange
+from engine.parallel.expert_setup import make_exchange
 from engine.recorded_steps import RecordedDecode, RecordedDraft
 
 log = logging.getLogger(__name__)
@@ -76,9 +81,11 @@ class ModelRunner:
         draft: bool = False,
         on_progress: Callable[[str, float], None] | None = None,
         recorder: Recorder | None = None,
+        group: Group | None = None,
     ) -> None:
         """draft: also keep the draft stages' windows up to date, so that `draft` can be called. recorder: makes decode steps recorded ones
-        on any device; without it they are on GPUs whose ops allow it.
+        on any device; without it they are on GPUs whose ops allow it. group: the ranks among which `config.ep` consecutive ones share the
+        experts; they all make their runners together, and each calls `run` or `join` once per step.
         """
         path = Path(config.model)
         model = load_config(path)
@@ -89,7 +96,8 @@ class ModelRunner:
         packed_rows = config.cache_rows == "packed" or (config.cache_rows == "auto" and device == "cuda")
         numerics = Numerics.of(precision, _keeps_packed_weights(config, model, precision, device, chosen), packed_rows)
         self.config, self.model_config = config, model
-        self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress)
+        self._exchange = make_exchange(config, model.text, numerics, device, group)
+        self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress, self._exchange)
         self._drafting = draft and self._draft is not None
         shape = _cache_shape(config, model, numerics, device, self._drafting)
         self.limits = _limits(config, model, shape, precision, device, path)
@@ -99,16 +107,26 @@ class ModelRunner:
         self._inputs = InputBuilder(model.text, self.kv, self.token_map, *self.frequencies)
         self._decode: RecordedDecode | None = None
         self._drafts: RecordedDraft | None = None
-        if recorder is not None:
+        if recorder is not None and self._exchange is None:
             self._record(recorder)
 
+        agreement = _PathAgreement(self._exchange)
+
         def bind(library: ctypes.CDLL) -> NativeModel:
+            agreement.reach(True)
             draft_model = self._draft if self._drafting else None
-            weights = NativeWeights(library, self.backbone, draft_model, self.kv, numerics, Tables(*self.frequencies, self.token_map))
-            return NativeModel(library, weights, model.text, self.kv.block_size)
+            tables = Tables(*self.frequencies, self.token_map)
+            weights = NativeWeights(library, self.backbone, draft_model, self.kv, numerics, tables, self._exchange)
+            experts = None
+            if self._exchange is not None:
+                experts = NativeExperts(library, weights, self._exchange, model.text.num_experts_per_tok)
+            return NativeModel(library, weights, model.text, self.kv.block_size, experts)
 
         reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
         self.native = NativeStart(config.build_dir, bind, reason)
+        if self._exchange is not None:
+            self.native.wait()  # the ranks change their path together: never in the middle of serving
+            agreement.conclude(self.native)
 
     @torch.inference_mode()
     def _record(self, recorder: Recorder) -> None:
@@ -144,6 +162,30 @@ class ModelRunner:
         PREFILL obeys the truncation mode; DECODE and VERIFY read the rings as they are. `probe` observes intermediate results, which
         only the eager path can show.
         """
+        exchange = self._exchange
+        if exchange is None:
+            return self._forward(batch, probe)
+        exchange.begin(*self._count_rows(batch))
+        logits = self._forward(batch, probe)
+        exchange.finish()
+        return logits
+
+    @torch.inference_mode()
+    def join(self, kind: StepKind) -> None:
+        """Take part in a step without rows of this rank: other ranks need its experts."""
+        assert self._exchange is not None, "nobody needs the experts of this rank"
+        self._exchange.begin(0, 0)
+        self._exchange.finish()
+
+    def _count_rows(self, batch: Batch) -> tuple[int, int]:
+        """Rows of encoder and of decoder layers."""
+        encoder = sum(len(s.token_ids) for s in batch.slices)
+        if batch.kind is not StepKind.PREFILL or self.limits.mode is not TruncationMode.COMPACT:
+            return encoder, encoder
+        keep = self.limits.keep_tokens
+        return encoder, sum(min(len(s.token_ids), max(0, s.end - max(0, s.total_len - keep))) for s in batch.slices)
+
+    def _forward(self, batch: Batch, probe: Probe | None) -> Tensor:
         if self._decode is not None and probe is None and self._decode.takes(batch):
             return self._decode.run(batch)
         native = self.native.model
@@ -196,8 +238,36 @@ def _keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: P
     return False
 
 
+class _PathAgreement:
+    """Ranks that share experts run compiled steps together or not at all. Each casts one vote while the runners are made."""
+
+    def __init__(self, exchange: ExpertExchange | None) -> None:
+        self._exchange = exchange
+        self._reached = False
+
+    def reach(self, ready: bool) -> None:
+        """Raises BuildError when this rank is ready and another is not."""
+        if self._exchange is None:
+            return
+        self._reached = True
+        [somebody_waits] = self._exchange.group.max([int(not ready)])
+        if ready and somebody_waits:
+            raise BuildError("another rank cannot run compiled steps", hint="see its log")
+
+    def conclude(self, native: NativeStart) -> None:
+        """Tell the others about a failure before the vote."""
+        if native.model is None and not self._reached:
+            self.reach(False)
+
+
 def _load(
-    path: Path, config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, on_progress: Callable[[str, float], None] | None
+    path: Path,
+    config: EngineConfig,
+    model: ModelConfig,
+    numerics: Numerics,
+    device: str,
+    on_progress: Callable[[str, float], None] | None,
+    exchange: ExpertExchange | None,
 ) -> tuple[DeepseekV41, DraftModel | None, list[int]]:
     text = model.text
     dummy = config.load_format == "dummy"
@@ -205,7 +275,7 @@ def _load(
     mapping = _token_map(path, model, dummy)
     pad = mapping[text.engram_pad_token_id] if text.engram_layer_ids else 0
     placed = _OnDevice(source, device)
-    backbone = DeepseekV41.load(placed, text, numerics, pad)
+    backbone = DeepseekV41.load(placed, text, numerics, pad, exchange)
     draft = DraftModel.load(placed, text, numerics)
     assert not source.unread, f"weights that nothing uses: {sorted(source.unread)[:5]}"
     return backbone, draft, mapping
@@ -226,6 +296,9 @@ class _OnDevice:
 
     def table(self, name: str) -> tuple[Tensor, Tensor | None]:
         return self._source.table(name)
+
+    def skip(self, names: Iterable[str]) -> None:
+        self._source.skip(names)
 
 
 def _token_map(path: Path, model: ModelConfig, dummy: bool) -> list[int]:

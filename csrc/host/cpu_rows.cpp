@@ -73,7 +73,11 @@ void Rows::feed_forward(const Layer& layer) {
     // The input is read with the attention's weights; this sublayer's own serve the next one.
     mixes(layer.ffn_mix, m_, h, count_, raw, w_.pre.get(0), w_.post.get(0), w_.comb.get(0));
     read_streams(h, w_.next_pre.get(0), layer.ffn_norm, m_.rms_eps, m_.hidden, count_, x);
-    experts(layer.experts, m_, x, count_, w_.experts, y);
+    if (layer.experts.layer >= 0) {
+        m_.exchange(layer.experts.layer, x, count_, y);
+    } else {
+        experts(layer.experts, m_, x, count_, w_.experts, y);
+    }
     write_streams(h, y, w_.post.get(0), w_.comb.get(0), m_.hidden, count_);
 }
 

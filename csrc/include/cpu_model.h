@@ -28,11 +28,12 @@ struct Attention {
     const float *q_norm, *kv_norm, *sink;
 };
 
-// w13, w2: first of `count` matrices.
+// count experts exist, of which a row takes `chosen`; w13, w2: first of `held` matrices, all of them unless other ranks hold some. layer: the
+// number under which the experts of several ranks are exchanged, -1 when all are here.
 struct Experts {
     Matrix gate, w13, w2, shared_w13, shared_w2;
     const float* bias;
-    int32_t count, chosen;
+    int32_t count, chosen, held, layer;
 };
 
 // partial: rows of values and gates of earlier tokens, ratio 2 only. kv_offset, index_offset: first row inside a block.
@@ -79,6 +80,9 @@ struct Draft {
     int32_t markov_rank, block_size, noise_id, unused;
 };
 
+// Routed and shared experts of `count` rows where several ranks share them. x, y: [count, C].
+using Exchange = void (*)(int32_t layer, const float* x, int32_t count, float* y);
+
 struct Model {
     const Layer* layers;
     const Layer* stages;
@@ -88,6 +92,7 @@ struct Model {
     Matrix head;
     const float *plain_frequencies, *scaled_frequencies;
     const int32_t* token_map;
+    Exchange exchange;
     float *kv_rows, *index_rows;
     int64_t kv_stride, index_stride;
     float rms_eps, hc_eps, swiglu_limit, routed_scale, gate_temperature;

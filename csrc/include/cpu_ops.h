@@ -74,7 +74,12 @@ struct ExpertScratch {
     Buffer<int32_t> ids, order;
 };
 
-// Routed and shared experts of all rows. x, y: [count, C].
+// The choices of every row, best first, and their weights: [count, chosen].
+void route(const Experts& e, const Model& model, const float* x, int count, ExpertScratch& scratch, int32_t* ids, float* weights);
+// What every choice gives: out [count, choices, C]. ids: held experts, `held` for the shared one, below 0 for none.
+void expert_parts(const Experts& e, const Model& model, const float* x, int count, int choices, const int32_t* ids, const float* weights,
+                  ExpertScratch& scratch, float* out);
+// Routed and shared experts of all rows, all of them here. x, y: [count, C].
 void experts(const Experts& e, const Model& model, const float* x, int count, ExpertScratch& scratch, float* y);
 
 // Adds looked-up values to the streams of one row. grams: compressed ids, newest first; values, kv: scratch of columns * dim and 5*C floats.

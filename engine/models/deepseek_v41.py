@@ -22,6 +22,7 @@ from engine.models.packed_layers import PackedMoE
 from engine.models.probe import Probe
 from engine.ops.hyper_boundary import Boundary, Mixer, Written, hyper_boundary
 from engine.ops.hyper_streams import expand
+from engine.parallel.expert_exchange import ExpertExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,21 @@ class Block:
     eps: float
 
     @staticmethod
-    def load(source: WeightSource, prefix: str, ratio: int, experts: tuple[int, int], text: TextConfig, numerics: Numerics) -> Block:
-        """prefix: `layers.3` or `mtp.0`. experts: how many there are, how many a token uses."""
+    def load(
+        source: WeightSource,
+        prefix: str,
+        ratio: int,
+        experts: tuple[int, int],
+        text: TextConfig,
+        numerics: Numerics,
+        exchange: ExpertExchange | None = None,
+    ) -> Block:
+        """prefix: `layers.3` or `mtp.0`. experts: how many there are, how many a token uses. exchange: when other ranks have some."""
         return Block(
             attention=Attention.load(source, f"{prefix}.attn", ratio, text, numerics),
             attn_norm=source.tensor(f"{prefix}.attn_norm.weight", numerics.dtype),
             attn_mix=load_mixer(source, f"{prefix}.hc_attn", text),
-            ffn=(PackedMoE if numerics.packed_weights else MoE).load(source, f"{prefix}.ffn", text, numerics, *experts),
+            ffn=(PackedMoE if numerics.packed_weights else MoE).load(source, f"{prefix}.ffn", text, numerics, *experts, exchange),
             ffn_norm=source.tensor(f"{prefix}.ffn_norm.weight", numerics.dtype),
             ffn_mix=load_mixer(source, f"{prefix}.hc_ffn", text),
             eps=text.rms_norm_eps,
@@ -122,10 +131,15 @@ class DeepseekV41:
     head: WideLinear
 
     @staticmethod
-    def load(source: WeightSource, text: TextConfig, numerics: Numerics, engram_pad_id: int) -> DeepseekV41:
-        """Take every backbone tensor from `source`."""
+    def load(
+        source: WeightSource, text: TextConfig, numerics: Numerics, engram_pad_id: int, exchange: ExpertExchange | None = None
+    ) -> DeepseekV41:
+        """Take every backbone tensor from `source`; with an exchange, only this rank's share of the experts, which is attached to it."""
         embed = source.tensor("embed.weight", numerics.dtype)
-        layers = [_load_layer(source, layer, text, numerics, engram_pad_id) for layer in range(text.num_hidden_layers)]
+        layers = [_load_layer(source, layer, text, numerics, engram_pad_id, exchange) for layer in range(text.num_hidden_layers)]
+        if exchange is not None:
+            for number, layer in enumerate(layers):
+                exchange.attach(number, layer.block.ffn)
         norm, head = source.tensor("norm.weight", numerics.dtype), WideLinear.load(source, "head.weight", numerics)
         return DeepseekV41(text, embed, layers, norm, head)
 
@@ -193,10 +207,12 @@ class DeepseekV41:
         block.feed_forward(y, entered, state, number, probe)
 
 
-def _load_layer(source: WeightSource, layer: int, text: TextConfig, numerics: Numerics, engram_pad_id: int) -> Layer:
+def _load_layer(
+    source: WeightSource, layer: int, text: TextConfig, numerics: Numerics, engram_pad_id: int, exchange: ExpertExchange | None
+) -> Layer:
     experts = (text.n_routed_experts, text.num_experts_per_tok)
     return Layer(
-        block=Block.load(source, f"layers.{layer}", text.ratio(layer), experts, text, numerics),
+        block=Block.load(source, f"layers.{layer}", text.ratio(layer), experts, text, numerics, exchange),
         compressor=Compressor.load(source, layer, text, numerics) if layer in text.kv_source_layer_ids else None,
         indexer=Indexer.load(source, layer, text, numerics) if layer in text.index_source_layer_ids else None,
         engram=Engram.load(source, layer, text, numerics, engram_pad_id) if layer in text.engram_layer_ids else None,

@@ -11,8 +11,9 @@ from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
 from engine.models.probe import Probe
-from engine.ops.expert_mlp import expert_mlp
+from engine.ops.expert_mlp import expert_mlp, expert_parts
 from engine.ops.route_experts import expert_logits, route_experts
+from engine.parallel.expert_exchange import ExpertExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class MoE:
 
     The shared expert is one more choice of every token with weight 1, so that one pass over the experts serves both kinds.
     bias_vl replaces bias on image positions; a text-only engine keeps it unused.
+    exchange: None when all experts are here; otherwise w13 and w2 hold those of this rank's slots, [c+1, ...], the shared one last.
     """
 
     gate: Tensor
@@ -31,20 +33,34 @@ class MoE:
     num_chosen: int
     text: TextConfig
     quantize: bool
+    exchange: ExpertExchange | None = None
 
     @staticmethod
-    def load(source: WeightSource, prefix: str, text: TextConfig, numerics: Numerics, num_experts: int, num_chosen: int) -> MoE:
-        """prefix: `layers.3.ffn`."""
+    def load(
+        source: WeightSource,
+        prefix: str,
+        text: TextConfig,
+        numerics: Numerics,
+        num_experts: int,
+        num_chosen: int,
+        exchange: ExpertExchange | None = None,
+    ) -> MoE:
+        """prefix: `layers.3.ffn`. With an exchange only the experts of this rank's slots are read."""
         inner, hidden = text.moe_intermediate_size, text.hidden_size
         gate, bias, bias_vl = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("weight", "bias", "bias_vl"))
-        w13 = torch.empty(num_experts + 1, 2 * inner, hidden, dtype=numerics.dtype, device=gate.device)
-        w2 = torch.empty(num_experts + 1, hidden, inner, dtype=numerics.dtype, device=gate.device)
-        for expert in range(num_experts + 1):
+        held = slots_by_expert(num_experts, exchange)
+        count = sum(map(len, held))
+        w13 = torch.empty(count + 1, 2 * inner, hidden, dtype=numerics.dtype, device=gate.device)
+        w2 = torch.empty(count + 1, hidden, inner, dtype=numerics.dtype, device=gate.device)
+        for expert, slots in enumerate([*held, [count]]):
             name = f"{prefix}.experts.{expert}" if expert < num_experts else f"{prefix}.shared_experts"
-            w13[expert, :inner] = source.tensor(f"{name}.w1.weight", numerics.dtype)
-            w13[expert, inner:] = source.tensor(f"{name}.w3.weight", numerics.dtype)
-            w2[expert] = source.tensor(f"{name}.w2.weight", numerics.dtype)
-        return MoE(gate, bias, bias_vl, w13, w2, num_chosen, text, numerics.quantize_inputs)
+            if not slots:
+                skip_expert(source, name)
+                continue
+            w13[slots, :inner] = source.tensor(f"{name}.w1.weight", numerics.dtype)
+            w13[slots, inner:] = source.tensor(f"{name}.w3.weight", numerics.dtype)
+            w2[slots] = source.tensor(f"{name}.w2.weight", numerics.dtype)
+        return MoE(gate, bias, bias_vl, w13, w2, num_chosen, text, numerics.quantize_inputs, exchange)
 
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
         """x: [T, C]. Returns [T, C] of x's dtype."""
@@ -53,7 +69,42 @@ class MoE:
         if probe is not None:
             probe.record("router_ids", layer, ids)
             probe.record("router_w", layer, weights)
+        if self.exchange is not None:
+            return self.exchange.run(layer, x, ids, weights)
         shared = self.gate.shape[0]
         ids = torch.nn.functional.pad(ids, (0, 1), value=shared)
         weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)
         return expert_mlp(x, ids, weights, self.w13, self.w2, self.text.swiglu_limit, self.quantize)
+
+    # ---- as one rank's share of the experts, see `engine.parallel.expert_exchange.Experts`
+
+    @property
+    def stores(self) -> list[Tensor]:
+        return [self.w13, self.w2]
+
+    def parts(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return expert_parts(x, slots, weights, self.w13, self.w2, self.text.swiglu_limit, self.quantize)
+
+    def summed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return expert_mlp(x, slots, weights, self.w13, self.w2, self.text.swiglu_limit, self.quantize)
+
+    def shared(self, x: Tensor) -> Tensor:
+        slots = torch.full((len(x), 1), len(self.w13) - 1, device=x.device)
+        return self.summed(x, slots, torch.ones_like(slots, dtype=torch.float32))
+
+    def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
+        return torch.cat((parts, shared[:, None]), 1).float().sum(1).to(shared.dtype)
+
+
+def slots_by_expert(num_experts: int, exchange: ExpertExchange | None) -> list[list[int]]:
+    """Expert -> the slots of this rank that hold it: one each, without an exchange."""
+    held = range(num_experts) if exchange is None else exchange.local_experts
+    slots: list[list[int]] = [[] for _ in range(num_experts)]
+    for slot, expert in enumerate(held):
+        slots[expert].append(slot)
+    return slots
+
+
+def skip_expert(source: WeightSource, prefix: str) -> None:
+    """Leave an expert to the ranks that have a slot for it."""
+    source.skip(f"{prefix}.{part}.weight" for part in ("w1", "w2", "w3"))

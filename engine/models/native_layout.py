@@ -28,8 +28,7 @@ class Experts(Structure):
     _fields_ = (
         *((n, Matrix) for n in ("gate", "w13", "w2", "shared_w13", "shared_w2")),
         ("bias", c_void_p),
-        ("count", c_int32),
-        ("chosen", c_int32),
+        *((n, c_int32) for n in ("count", "chosen", "held", "layer")),
     )
 
 
@@ -97,7 +96,7 @@ class Model(Structure):
         ("embed", c_void_p),
         ("norm", c_void_p),
         ("head", Matrix),
-        *((n, c_void_p) for n in ("plain_frequencies", "scaled_frequencies", "token_map", "kv_rows", "index_rows")),
+        *((n, c_void_p) for n in ("plain_frequencies", "scaled_frequencies", "token_map", "exchange", "kv_rows", "index_rows")),
         ("kv_stride", c_int64),
         ("index_stride", c_int64),
         *((n, c_float) for n in ("rms_eps", "hc_eps", "swiglu_limit", "routed_scale", "gate_temperature")),
@@ -108,6 +107,9 @@ class Model(Structure):
     )
 
 
+# Exchange of `cpu_model.h`: layer, rows, their number, results.
+EXCHANGE = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_int32, c_void_p)
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
     "dix_format": (c_int32, [c_void_p, c_int64]),
@@ -117,6 +119,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_open": (c_void_p, []),
     "dix_close": (None, [c_void_p]),
     "dix_step": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p]),
+    "dix_open_experts": (c_void_p, []),
+    "dix_close_experts": (None, [c_void_p]),
+    "dix_route": (None, [POINTER(Model), c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
+    "dix_expert_parts": (None, [POINTER(Model), c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p]),
     "dix_draft": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
     "dix_propose": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
 }

@@ -13,6 +13,7 @@ from engine.config import TruncationMode
 from engine.models.config import TextConfig
 from engine.models.draft import DraftSlice
 from engine.models.inputs import Truncation
+from engine.models.native_experts import NativeExperts
 from engine.models.native_weights import NativeWeights
 
 _ROWS = {LogitRows.NONE: 0, LogitRows.LAST: 1, LogitRows.ALL: 2}
@@ -21,8 +22,11 @@ _ROWS = {LogitRows.NONE: 0, LogitRows.LAST: 1, LogitRows.ALL: 2}
 class NativeModel:
     """Runs steps over the cache that the weights were bound to. One thread at a time."""
 
-    def __init__(self, library: ctypes.CDLL, weights: NativeWeights, text: TextConfig, block_size: int) -> None:
-        self._library, self._weights, self._text = library, weights, text
+    def __init__(
+        self, library: ctypes.CDLL, weights: NativeWeights, text: TextConfig, block_size: int, experts: NativeExperts | None = None
+    ) -> None:
+        """experts: when other ranks hold some."""
+        self._library, self._weights, self._text, self._experts = library, weights, text, experts
         self._block_size, self._back = block_size, text.ngram_history
         self._model = ctypes.pointer(weights.model)
         self._work = library.dix_open()
@@ -45,6 +49,8 @@ class NativeModel:
         logits = torch.empty(wanted, self._text.vocab_size)
         packed = array("i", ints)
         self._library.dix_step(self._model, self._work, packed.buffer_info()[0], logits.data_ptr())
+        if self._experts is not None:
+            self._experts.raise_error()
         return logits
 
     def _append(self, ints: list[int], s: SequenceSlice, rect: int) -> None:

@@ -22,9 +22,12 @@ from engine.models.moe import MoE
 from engine.models.numerics import Numerics
 from engine.models.packed_layers import AnyBlockLinear, AnyLinear, PackedLinear, PackedMoE
 from engine.ops.hyper_boundary import Mixer
+from engine.parallel.expert_exchange import ExpertExchange
 
 # Heads that share a vector; the query projections are packed so that they come out side by side.
 LANES = 8
+# Formats of packed matrices from the narrowest to the one that holds everything: fp4, bf16, fp32.
+_GENERALITY = (2, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,22 @@ class NativeWeights:
     """Owns packed matrices and everything else that `model` points to. Keeps the torch model alive for what is used as it is."""
 
     def __init__(
-        self, library: ctypes.CDLL, backbone: DeepseekV41, draft: DraftModel | None, cache: KVCache, numerics: Numerics, tables: Tables
+        self,
+        library: ctypes.CDLL,
+        backbone: DeepseekV41,
+        draft: DraftModel | None,
+        cache: KVCache,
+        numerics: Numerics,
+        tables: Tables,
+        exchange: ExpertExchange | None = None,
     ) -> None:
-        """draft: only when its windows are kept up to date."""
+        """draft: only when its windows are kept up to date. exchange: for backbone layers whose experts are on several ranks, which all
+        call this together."""
         self._library, self._cache = library, cache
         self._kept: list[Any] = [backbone, draft, tables]
         self._taps = backbone.text.dspark_target_layer_ids if draft is not None else ()
+        self.expert_stores: list[list[Tensor]] = []
+        self._exchange = exchange
         self.model = self._model(backbone, draft, numerics, tables)
 
     def _model(self, backbone: DeepseekV41, draft: DraftModel | None, numerics: Numerics, tables: Tables) -> c.Model:
@@ -77,6 +90,7 @@ class NativeWeights:
             plain_frequencies=self._floats(tables.plain),
             scaled_frequencies=self._floats(tables.scaled),
             token_map=self._pointer(torch.tensor(tables.token_map, dtype=torch.int32)),
+            exchange=None,
             kv_rows=cache.kv_rows.data_ptr(),
             index_rows=cache.index_rows.data_ptr(),
             kv_stride=cache.layout.kv_stride,
@@ -158,15 +172,24 @@ class NativeWeights:
 
     def _experts(self, moe: MoE | PackedMoE) -> c.Experts:
         assert isinstance(moe, MoE), "the compiled step reads no packed experts"
+        shared = moe.exchange is not None
+        w13, packed_w13 = self._pack_stack(moe.w13[:-1], agree=shared)
+        w2, packed_w2 = self._pack_stack(moe.w2[:-1], agree=shared)
+        layer = -1
+        if shared:
+            layer = len(self.expert_stores)
+            self.expert_stores.append([packed_w13, packed_w2])
         return c.Experts(
             gate=self._pack(moe.gate),
-            w13=self._pack(moe.w13[:-1]),
-            w2=self._pack(moe.w2[:-1]),
+            w13=w13,
+            w2=w2,
             shared_w13=self._pack(moe.w13[-1]),
             shared_w2=self._pack(moe.w2[-1]),
             bias=self._floats(moe.bias),
             count=len(moe.gate),
             chosen=moe.num_chosen,
+            held=len(moe.w13) - 1,
+            layer=layer,
         )
 
     def _mix(self, mix: Mixer) -> c.Mix:
@@ -224,13 +247,21 @@ class NativeWeights:
 
     def _pack(self, weights: Tensor) -> c.Matrix:
         """weights: fp32 [rows, cols], or a stack [N, rows, cols] of which the result describes the first."""
+        return self._pack_stack(weights)[0]
+
+    def _pack_stack(self, weights: Tensor, agree: bool = False) -> tuple[c.Matrix, Tensor]:
+        """Also the packed bytes [N, bytes of one]. agree: use a format that serves the other ranks' matrices too, so that they can move."""
         stack = weights.reshape(-1, *weights.shape[-2:]).contiguous()
         count, rows, cols = stack.shape
         form = self._library.dix_format(stack.data_ptr(), stack.numel())
+        if agree:
+            assert self._exchange is not None
+            [general] = self._exchange.group.max([_GENERALITY.index(form)])
+            form = _GENERALITY[general]
         size = self._library.dix_packed_bytes(rows, cols, form)
         packed = torch.empty(count, size, dtype=torch.uint8)
         self._library.dix_pack(stack.data_ptr(), count, rows, cols, form, packed.data_ptr())
-        return c.Matrix(data=self._pointer(packed), bytes=size, rows=rows, cols=cols, format=form)
+        return c.Matrix(data=self._pointer(packed), bytes=size, rows=rows, cols=cols, format=form), packed
 
     def _floats(self, values: Tensor) -> int:
         assert values.dtype is torch.float32, f"expected fp32, got {values.dtype}"

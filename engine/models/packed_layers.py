@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
+from engine.models.moe import skip_expert, slots_by_expert
 from engine.models.numerics import BlockLinear, Linear, Numerics, WideLinear
 from engine.models.probe import Probe
 from engine.ops.packed_experts import PackedExperts, packed_experts
@@ -17,7 +18,9 @@ from engine.ops.packed_linear import packed_linear
 from engine.ops.packed_weights import Format, PackedWeights, pack_gate_up
 from engine.ops.q8 import q8
 from engine.ops.route_experts import route_experts
+from engine.ops.routed_experts import routed_experts, shared_expert
 from engine.ops.weight_formats import BLOCK, decode_fp8_blocks
+from engine.parallel.expert_exchange import ExpertExchange
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ def load_block_linear(source: WeightSource, name: str, groups: int, numerics: Nu
 
 @dataclass(frozen=True, slots=True)
 class PackedMoE:
-    """The same experts as `MoE`, in their stored formats. bias [E] fp32."""
+    """The same experts as `MoE`, in their stored formats. bias [E] fp32. exchange: as there."""
 
     gate: WideLinear
     bias: Tensor
@@ -82,25 +85,41 @@ class PackedMoE:
     num_chosen: int
     text: TextConfig
     quantize: bool
+    exchange: ExpertExchange | None = None
 
     @staticmethod
-    def load(source: WeightSource, prefix: str, text: TextConfig, numerics: Numerics, num_experts: int, num_chosen: int) -> PackedMoE:
+    def load(
+        source: WeightSource,
+        prefix: str,
+        text: TextConfig,
+        numerics: Numerics,
+        num_experts: int,
+        num_chosen: int,
+        exchange: ExpertExchange | None = None,
+    ) -> PackedMoE:
         """prefix: `layers.3.ffn`. Expert after expert, so that one more expert is all the memory that packing needs."""
         inner, hidden = text.moe_intermediate_size, text.hidden_size
         gate = WideLinear.load(source, f"{prefix}.gate.weight", numerics)
         bias, _ = (source.tensor(f"{prefix}.gate.{part}", torch.float32) for part in ("bias", "bias_vl"))
-        w13 = PackedWeights.empty(Format.FP4, num_experts, 2 * inner, hidden, bias.device)
-        w2 = PackedWeights.empty(Format.FP4, num_experts, hidden, inner, bias.device)
-        for expert in range(num_experts):
+        held = slots_by_expert(num_experts, exchange)
+        count = sum(map(len, held))
+        w13 = PackedWeights.empty(Format.FP4, count, 2 * inner, hidden, bias.device)
+        w2 = PackedWeights.empty(Format.FP4, count, hidden, inner, bias.device)
+        for expert, slots in enumerate(held):
+            if not slots:
+                skip_expert(source, f"{prefix}.experts.{expert}")
+                continue
             one = pack_gate_up(*_gate_and_up(source, f"{prefix}.experts.{expert}"), Format.FP4)
-            w13.codes[expert], w13.scales[expert] = one.codes[0], one.scales[0]
-            w2.fill(expert, *_stored(source, f"{prefix}.experts.{expert}.w2.weight"))
+            down = _stored(source, f"{prefix}.experts.{expert}.w2.weight")
+            for slot in slots:
+                w13.codes[slot], w13.scales[slot] = one.codes[0], one.scales[0]
+                w2.fill(slot, *down)
         shared = f"{prefix}.shared_experts"
         shared_w2 = PackedWeights.empty(Format.FP8, 1, hidden, inner, bias.device)
         shared_w13 = pack_gate_up(*_gate_and_up(source, shared), Format.FP8)
         shared_w2.fill(0, *_stored(source, f"{shared}.w2.weight"))
         experts = PackedExperts(w13, w2, shared_w13, shared_w2)
-        return PackedMoE(gate, bias, experts, num_chosen, text, numerics.quantize_inputs)
+        return PackedMoE(gate, bias, experts, num_chosen, text, numerics.quantize_inputs, exchange)
 
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
         """x: [T, C]. Returns [T, C] of x's dtype."""
@@ -109,7 +128,27 @@ class PackedMoE:
         if probe is not None:
             probe.record("router_ids", layer, ids)
             probe.record("router_w", layer, weights)
+        if self.exchange is not None:
+            return self.exchange.run(layer, x, ids, weights)
         return packed_experts(x, ids, weights, self.experts, self.text.swiglu_limit, self.quantize)
+
+    # ---- as one rank's share of the experts, see `engine.parallel.expert_exchange.Experts`
+
+    @property
+    def stores(self) -> list[Tensor]:
+        return [self.experts.w13.codes, self.experts.w13.scales, self.experts.w2.codes, self.experts.w2.scales]
+
+    def parts(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return routed_experts(x, slots, weights, self.experts, self.text.swiglu_limit, self.quantize, summed=False)
+
+    def summed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return routed_experts(x, slots, weights, self.experts, self.text.swiglu_limit, self.quantize, summed=True)
+
+    def shared(self, x: Tensor) -> Tensor:
+        return shared_expert(x, self.experts, self.text.swiglu_limit, self.quantize)
+
+    def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
+        return (parts.sum(1) + shared).to(shared.dtype)
 
 
 def _gate_and_up(source: WeightSource, prefix: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -18,6 +18,7 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
     """Sum over the chosen experts of w2(silu(min(w1 x, limit)) * clamp(w3 x, limit) * weight).
 
     x: [T, C] bf16 or fp32. ids: [T, K] int64, weights: [T, K] fp32. w13: [E, 2*I, C] (gate rows, then up rows), w2: [E, C, I], x's dtype.
+    A choice below 0 is no expert: it adds nothing, and its weight is not read.
     quantize: pass the inputs of both products through `q8`. Returns [T, C] of x's dtype, experts summed in fp32 in the order of `ids`.
     Source: config key `swiglu_limit`; the gate is clamped from above only.
     """
@@ -25,7 +26,19 @@ def expert_mlp(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
     return EXPERT_MLP(x, ids, weights, w13, w2, limit, quantize)
 
 
+def expert_parts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
+    """The terms of `expert_mlp`'s sum: [T, K, C] of x's dtype, 0 where a choice is no expert. Arguments as there."""
+    out, order = _choices(x, ids, weights, w13, w2, limit, quantize)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return out.index_select(0, place).view(*ids.shape, w2.shape[1])
+
+
 def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
+    return expert_parts(x, ids, weights, w13, w2, limit, quantize).float().sum(1).to(x.dtype)
+
+
+def _choices(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> tuple[Tensor, Tensor]:
+    """Every choice's term [T*K, C], sorted by expert, and that order."""
     tokens, k = ids.shape
     order, bounds = _group(ids, w13.shape[0])
     source = q8(x) if quantize else x
@@ -39,16 +52,14 @@ def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
     if quantize:
         act = q8(act)
     out = x.new_empty(tokens * k, w2.shape[1])
+    out[: bounds[0][1] if bounds else None] = 0
     for expert, begin, end in bounds:
         torch.mm(act[begin:end], w2[expert].t(), out=out[begin:end])
-    if tokens == 1:
-        return out.float().sum(0, keepdim=True).to(x.dtype)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return out.index_select(0, place).view(tokens, k, w2.shape[1]).float().sum(1).to(x.dtype)
+    return out, order
 
 
 def _group(ids: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """Stable order of the flattened choices by expert, and (expert, begin, end) of the experts that have tokens."""
+    """Stable order of the flattened choices by expert, no expert first, and (expert, begin, end) of the experts that have tokens."""
     flat = ids.flatten()
     if flat.device.type == "cpu" and len(flat) <= _FEW:
         # For a handful of choices plain integers are quicker than sorting and counting tensors.
@@ -57,15 +68,15 @@ def _group(ids: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int, 
         counts = Counter(chosen)
         return torch.tensor(ranked, dtype=torch.int64), _segments((e, counts[e]) for e in sorted(counts))
     order = flat.sort(stable=True).indices
-    return order, _segments(enumerate(torch.bincount(flat, minlength=num_experts).tolist()))
+    return order, _segments(enumerate(torch.bincount(flat.clamp(min=-1) + 1, minlength=num_experts + 1).tolist(), start=-1))
 
 
 def _segments(counts: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
     result, begin = [], 0
     for expert, count in counts:
-        if count:
+        if count and expert >= 0:
             result.append((expert, begin, begin + count))
-            begin += count
+        begin += count
     return result
 
 

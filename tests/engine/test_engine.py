@@ -167,8 +167,8 @@ def test_stats_are_numbers_and_add_up():
     assert len(names) == 3
 
 
-def test_shared_experts_are_refused_until_they_exist():
-    with pytest.raises(ConfigError, match=r"engine\.ep is 2"):
+def test_one_rank_cannot_share_its_experts():
+    with pytest.raises(ConfigError, match=r"engine\.ep is 2 and engine\.dp is 1"):
         make_engine(ep=2)
 
 

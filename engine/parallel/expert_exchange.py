@@ -1,0 +1,225 @@
+"""Expert parallelism: tokens go to the ranks that hold their experts, the results come home and are added up there.
+
+Every rank passes the same number of rows to a collective, `capacity`: the most that any rank has in this step, agreed on once per step on
+the host. So no layer waits for the host, and a rank without rows takes part with padding alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.parallel.placement import Placement
+from engine.parallel.tensor_group import TensorGroup
+
+
+class Route(StrEnum):
+    """How rows travel. GATHER: every rank gets all rows. ALL_TO_ALL: a rank gets the rows that need it, packed to the front."""
+
+    GATHER = "gather"
+    ALL_TO_ALL = "all_to_all"
+
+
+class Experts(Protocol):
+    """One layer's experts on this rank: routed ones in local slots [0, c), and the shared one. A slot below 0 stands for no expert."""
+
+    @property
+    def stores(self) -> list[Tensor]:
+        """The routed experts' weights, each [c or more, ...] by local slot."""
+
+    def parts(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """x [R, C], slots and weights [R, K]. Returns every choice's term [R, K, C], 0 for none."""
+
+    def summed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """The same terms added up: [R, C]."""
+
+    def shared(self, x: Tensor) -> Tensor:
+        """The shared expert: [R, C] -> [R, C]."""
+
+    def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
+        """[R, K, C] and the shared expert's [R, C] -> [R, C], in the order and rounding of a rank that has all experts."""
+
+
+@dataclass(slots=True)
+class RoutedLayer:
+    """Where a layer's experts are, on the device. counts: [c] int64, tokens by local slot since somebody set it to zero."""
+
+    placement: Placement
+    slots: Tensor
+    copies: Tensor
+    counts: Tensor
+    experts: list[Experts] = field(default_factory=list)
+
+    @staticmethod
+    def of(placement: Placement, device: str) -> RoutedLayer:
+        slots, copies = placement.maps()
+        counts = torch.zeros(placement.slots_per_rank, dtype=torch.int64, device=device)
+        return RoutedLayer(placement, slots.to(device), copies.to(device), counts)
+
+    def place(self, placement: Placement) -> None:
+        """Use other slots from now on. The maps change in place: captured graphs read them."""
+        slots, copies = placement.maps()
+        self.placement = placement
+        self.slots.copy_(slots)
+        self.copies.copy_(copies)
+
+    def slots_for(self, ids: Tensor, turn: int) -> Tensor:
+        """One physical slot for each choice [T, K]; rows take the copies of an expert in turns."""
+        copies = self.copies[ids]
+        row = torch.arange(turn, turn + len(ids), device=ids.device)[:, None]
+        return self.slots[ids, row % copies]
+
+
+class ExpertExchange:
+    """One rank's part in the experts of all backbone layers. Between `begin` and `finish` every layer is passed once, in order."""
+
+    def __init__(
+        self,
+        group: TensorGroup,
+        placement: Placement,
+        num_layers: int,
+        boundary: int,
+        *,
+        exact: bool,
+        route: Route,
+        device: str,
+        hidden: int,
+        dtype: torch.dtype,
+        num_chosen: int,
+    ) -> None:
+        """boundary: first layer that sees the decoder's rows only. exact: bring home every choice's term, so that the sum has the order and
+        the rounding of a rank that holds all experts; otherwise each rank's sum comes home."""
+        self.group, self.exact, self.route = group, exact, route
+        self.layers = [RoutedLayer.of(placement, device) for _ in range(num_layers)]
+        self.counting = False
+        self._boundary, self._num_chosen = boundary, num_chosen
+        self._nothing = torch.empty(0, hidden, dtype=dtype, device=device)
+        self._rows = (0, 0)
+        self._next = num_layers
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The experts of this rank's slots at the start, the same for all layers."""
+        return self.layers[0].placement.held_by(self.group.rank)
+
+    def attach(self, number: int, experts: Experts) -> None:
+        """Let `experts` compute layer `number` from now on. What was attached before is still moved with it."""
+        self.layers[number].experts.insert(0, experts)
+
+    # ---- a step
+
+    def begin(self, encoder_rows: int, decoder_rows: int) -> None:
+        """Agree on the capacities of this step. All ranks call it once per step."""
+        assert self._next == len(self.layers), f"the last step stopped before layer {self._next}"
+        encoder, decoder = self.group.max([encoder_rows, decoder_rows])
+        self._rows = (encoder, decoder)
+        self._next = 0
+
+    def finish(self) -> None:
+        """Take part in the layers that this rank's own rows did not reach."""
+        none = self._nothing.new_empty(0, self._num_chosen, dtype=torch.int64)
+        while self._next < len(self.layers):
+            self.run(self._next, self._nothing, none, none.float())
+
+    def run(self, number: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Routed and shared experts of this rank's rows. x: [T, C], ids and weights: [T, K] of the routed choices. Returns [T, C]."""
+        assert number == self._next, f"layer {number} instead of {self._next}"
+        self._next += 1
+        capacity = self._rows[number >= self._boundary]
+        if capacity == 0:
+            return x
+        layer = self.layers[number]
+        experts = layer.experts[0]
+        trip = _Trip(self.group, layer, capacity, self.route)
+        rows, slots, shares = trip.dispatch(x, ids, weights)
+        if self.counting:
+            known = slots.flatten()
+            layer.counts.scatter_add_(0, known.clamp(min=0), (known >= 0).long())
+        if self.exact:
+            parts = trip.bring_parts(experts.parts(rows, slots, shares))
+            return experts.add_up(parts, experts.shared(x)) if len(x) else x
+        sums = trip.bring_sums(experts.summed(rows, slots, shares))
+        return (sums + experts.shared(x)).to(x.dtype) if len(x) else x
+
+
+class _Trip:
+    """One layer's rows on their way out and back.
+
+    A row travels as 32-bit words: its values, its K slots, its K weights.
+    """
+
+    def __init__(self, group: TensorGroup, layer: RoutedLayer, capacity: int, route: Route) -> None:
+        self._group, self._layer, self._capacity, self._route = group, layer, capacity, route
+        self._slots_per_rank = layer.placement.slots_per_rank
+        self._place: Tensor | None = None  # [T, ranks]: where a row is in what its ranks get, None when everywhere it is where it was
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All rows that came here, [ranks * capacity, C], with their local slots and weights [ranks * capacity, K]."""
+        group, capacity, chosen = self._group, self._capacity, ids.shape[1]
+        slots = self._layer.slots_for(ids, group.rank)
+        self._owners = slots.div(self._slots_per_rank, rounding_mode="floor")
+        values = x.contiguous().view(torch.int32)
+        width = values.shape[1]
+        packed = torch.cat((values, slots.int(), weights.contiguous().view(torch.int32)), 1)
+        arrived = x.new_empty(group.size, capacity, packed.shape[1], dtype=torch.int32)
+        if self._route is Route.GATHER:
+            sent = _padded(packed, capacity, width)
+            group.all_gather(arrived, sent)
+        else:
+            group.all_to_all(arrived, self._sort(packed, width))
+        flat = arrived.flatten(0, 1)
+        local = flat[:, width : width + chosen].long() - group.rank * self._slots_per_rank
+        local = torch.where((local >= 0) & (local < self._slots_per_rank), local, -1)
+        return flat[:, :width].contiguous().view(x.dtype), local, flat[:, width + chosen :].contiguous().view(torch.float32)
+
+    def _sort(self, packed: Tensor, width: int) -> Tensor:
+        """[ranks, capacity, W]: for every rank the rows that need it, in order."""
+        group = self._group
+        ranks = torch.arange(group.size, device=packed.device)
+        needed = (self._owners[:, :, None] == ranks).any(1)  # [T, ranks]
+        place = self._place = torch.where(needed, needed.long().cumsum(0) - 1, -1)
+        sent = _padded(packed.new_empty(0, packed.shape[1]), group.size * (self._capacity + 1), width)
+        # One row more per rank takes what does not travel, so that no size depends on the data.
+        target = ranks * (self._capacity + 1) + torch.where(needed, place, self._capacity)
+        sent[target.flatten()] = packed.repeat_interleave(group.size, 0)
+        return sent.view(group.size, self._capacity + 1, -1)[:, : self._capacity].contiguous()
+
+    def bring_parts(self, parts: Tensor) -> Tensor:
+        """[ranks * capacity, K, C] computed here -> [T, K, C] of this rank's rows, each from the rank that computed it."""
+        count, chosen = self._owners.shape
+        returned = self._return(parts)
+        row = torch.arange(count, device=parts.device)[:, None]
+        place = row if self._place is None else self._place.gather(1, self._owners)
+        return returned[self._owners, place, torch.arange(chosen, device=parts.device)]
+
+    def bring_sums(self, sums: Tensor) -> Tensor:
+        """[ranks * capacity, C] computed here -> [T, C] fp32 of this rank's rows, added up in rank order."""
+        count = len(self._owners)
+        returned = self._return(sums)
+        if self._place is None:
+            return returned[:, :count].float().sum(0)
+        total = sums.new_zeros(count, sums.shape[1], dtype=torch.float32)
+        for rank in range(self._group.size):
+            place = self._place[:, rank, None]
+            total += torch.where(place >= 0, returned[rank].index_select(0, place[:, 0].clamp(min=0)).float(), 0.0)
+        return total
+
+    def _return(self, computed: Tensor) -> Tensor:
+        """[ranks, capacity, ...]: what every rank computed of the rows that it got from here."""
+        given = computed.contiguous().unflatten(0, (self._group.size, self._capacity))
+        returned = torch.empty_like(given)
+        self._group.all_to_all(returned, given)
+        return returned
+
+
+def _padded(packed: Tensor, rows: int, width: int) -> Tensor:
+    """The rows, then rows without a choice. Slots below 0 say so; whatever else is in them has no effect."""
+    if len(packed) == rows:
+        return packed
+    padded = packed.new_full((rows, packed.shape[1]), -1)
+    padded[: len(packed)] = packed
+    return padded

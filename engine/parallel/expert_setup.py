@@ -1,0 +1,40 @@
+"""From settings to the exchange of one rank."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.config import EngineConfig
+from engine.distributed import Group
+from engine.models.config import TextConfig
+from engine.models.numerics import Numerics
+from engine.parallel.expert_exchange import ExpertExchange, Route
+from engine.parallel.placement import Placement
+
+log = logging.getLogger(__name__)
+
+
+def make_exchange(config: EngineConfig, text: TextConfig, numerics: Numerics, device: str, group: Group | None) -> ExpertExchange | None:
+    """None when every rank has all experts. All ranks of `group` call it together.
+
+    Draft stages are not shared: few and small, and each rank drafts when it likes.
+    """
+    if config.ep == 1:
+        return None
+    assert group is not None, f"engine.ep is {config.ep} without a group"
+    assert group.size == config.dp, f"engine.dp is {config.dp} in a group of {group.size}"
+    placement = Placement.initial(text.n_routed_experts, 0, config.ep)
+    exchange = ExpertExchange(
+        group.split(config.ep, device),
+        placement,
+        text.num_hidden_layers,
+        text.boundary,
+        exact=device == "cpu" or config.batch_invariant,
+        route=Route.GATHER if config.expert_exchange == "auto" else Route(config.expert_exchange),
+        device=device,
+        hidden=text.hidden_size,
+        dtype=numerics.dtype,
+        num_chosen=text.num_experts_per_tok,
+    )
+    log.info("experts %s of %d are here; rows travel by %s", exchange.local_experts, text.n_routed_experts, exchange.route)
+    return exchange
