@@ -102,13 +102,18 @@ class LayerRuns:
 
     @torch.inference_mode()
     def _fill_cache(self) -> None:
-        kv, dtype = self._runner.kv, self._runner.backbone.embed.dtype
+        kv, text = self._runner.kv, self._text
         some = min(_DISTINCT_BLOCKS, kv.num_blocks - 1)
-        kv.blocks[1 : 1 + some].view(dtype).normal_(generator=self._random)
+        for layer in text.kv_source_layer_ids:
+            per_block = kv.block_size // text.ratio(layer)
+            count = some * per_block
+            place = torch.arange(count, device=self._device)
+            entries, keys = (self._normal(count, width) for width in (text.head_dim, text.index_head_dim))
+            kv.store_entries(layer, 1 + place // per_block, place % per_block, entries, keys)
         for first in range(1 + some, kv.num_blocks, some):
             last = min(first + some, kv.num_blocks)
             kv.blocks[first:last] = kv.blocks[1 : 1 + last - first]
-        kv.rings.normal_(generator=self._random)
+        kv.rings.copy_(kv.window_rows(self._normal(kv.rings.shape[1], text.head_dim)).expand_as(kv.rings))
 
     def _normal(self, rows: int, width: int) -> Tensor:
         return torch.randn(rows, width, device=self._device, generator=self._random).to(self._runner.backbone.embed.dtype)

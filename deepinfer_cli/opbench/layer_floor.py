@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.models.config import ModelConfig
 from engine.models.inventory import StoredTensor, stored_inventory
+from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, window_row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,10 @@ def layer_floor(config: ModelConfig, layer: int, context: int) -> LayerFloor:
     indexes = layer in text.index_source_layer_ids
     scored = min(visible, text.candidate_topk_blocks * text.candidate_block_size) if text.uses_candidates(layer) else visible
     selected = min(text.index_topk, visible)
-    # Rows in the released formats: window keys e4m3 with a scale per 32, entries FP4 with one per 16, index keys FP4 with one per 32.
-    window, entry, index = (width * bits // 8 for width, bits in ((text.head_dim, 8), (text.head_dim, 4), (text.index_head_dim, 4)))
-    rows = text.sliding_window * (window + text.head_dim // 32) + selected * (entry + text.head_dim // 16)
+    rows = text.sliding_window * window_row_bytes(text.head_dim) + selected * entry_row_bytes(text.head_dim)
     flops = 4 * text.num_attention_heads * text.head_dim * (text.sliding_window + selected)
     if indexes:
-        rows += scored * (index + text.index_head_dim // 32)
+        rows += scored * index_row_bytes(text.index_head_dim)
         flops += 2 * text.index_n_heads * text.index_head_dim * scored
     return LayerFloor(
         dense_bytes=sum(t.num_bytes for t in dense),
