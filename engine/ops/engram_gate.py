@@ -34,4 +34,6 @@ def _reference(h: Tensor, kv: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.addcmul(streams, gate[..., None], value).to(h.dtype)
 
 
-ENGRAM_GATE = Op("engram_gate", reference=_reference, tolerance=Tolerance(fp32=2e-6, bf16=8e-3))
+ENGRAM_GATE = Op(
+    "engram_gate", reference=_reference, triton="engine.ops.triton.engram_gate:launch", tolerance=Tolerance(fp32=2e-6, bf16=8e-3)
+)

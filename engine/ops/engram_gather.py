@@ -29,4 +29,4 @@ def _reference(rows: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.d
     return decode_table_rows(picked.to(rows.device), scale.index_select(0, flat).to(rows.device), dtype).view(rows.shape[0], -1)
 
 
-ENGRAM_GATHER = Op("engram_gather", reference=_reference, tolerance=Tolerance())
+ENGRAM_GATHER = Op("engram_gather", reference=_reference, triton="engine.ops.triton.engram_gather:launch", tolerance=Tolerance())

@@ -33,4 +33,4 @@ def _reference(grams: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tens
     return torch.cat(rows, dim=1)
 
 
-ENGRAM_HASH = Op("engram_hash", reference=_reference, tolerance=Tolerance())
+ENGRAM_HASH = Op("engram_hash", reference=_reference, triton="engine.ops.triton.engram_hash:launch", tolerance=Tolerance())
