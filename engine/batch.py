@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StepKind(StrEnum):
@@ -48,11 +52,23 @@ class SequenceSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class LateTokens:
+    """Tokens of a decode step that only the device knows yet: what stands in the slice is a placeholder.
+
+    rows: for each slice the index of its token in `ids`, -1 when the slice has it. ids: [R] int64 on the device.
+    """
+
+    rows: list[int]
+    ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: its kind and the slices, in the order in which logits come back."""
+    """One step: its kind and the slices, in the order in which logits come back. late: only in decode steps of one row per slice."""
 
     kind: StepKind
     slices: list[SequenceSlice]
+    late: LateTokens | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -88,8 +88,10 @@ class Engine:
         limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size, drafter)
         sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
         self.overlaps = _overlaps(config, self.limits.device)
-        self._step_runner = StepRunner(self.runner, sampler, drafter, limits.history_len)
-        self._pipeline = Pipeline(stream or (WorkerStream() if self.overlaps else CallerStream()), self._step_runner)
+        # Enqueueing for a GPU leaves the caller free. Drafts need the host between two steps, and a CPU computes in a thread.
+        in_caller = not self.overlaps or (self.limits.device == "cuda" and drafter is None)
+        self._step_runner = StepRunner(self.runner, sampler, drafter, limits.history_len, keep_on_device=self.overlaps and in_caller)
+        self._pipeline = Pipeline(stream or (CallerStream() if in_caller else WorkerStream()), self._step_runner)
         gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
         self.scheduler = Scheduler(limits, gate, self.cache, clock, self._land)
         self._outputs: list[Output] = []

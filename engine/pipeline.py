@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.late_tokens import later_rows
+from engine.readout import Readout
 from engine.step import Sampled, Step
 from engine.step_runner import Computed, Late, StepRunner
 from engine.stream import Pending, Stream
@@ -15,7 +16,7 @@ class Flight:
     """A step that is computed."""
 
     step: Step
-    sampled: Pending[Sampled]
+    sampled: Pending[Sampled | Readout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,10 @@ class Pipeline:
     def land(self) -> tuple[Step, Sampled] | None:
         """Wait for the step in flight and take it out. None when there is none."""
         flight, self._flight = self._flight, None
-        return None if flight is None else (flight.step, flight.sampled.result())
+        if flight is None:
+            return None
+        sampled = flight.sampled.result()
+        return flight.step, sampled.read() if isinstance(sampled, Readout) else sampled
 
     def close(self) -> None:
         """Wait until nothing is computed any more."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits, edits_logits
 from engine.random_keys import Purpose, draws53, race_keys
+from engine.readout import Readout, row_errors, to_device
 from engine.request import SamplingParams, Sequence, TokenLogprob
 from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
 from engine.step import Sampled
@@ -34,6 +35,7 @@ class _Traits:
     filters: bool
     logprobs: bool
     plain_greedy: bool
+    on_device: bool
 
 
 class Sampler:
@@ -55,7 +57,7 @@ class Sampler:
         masks = row_masks(rows, logits.shape[1])
         if masks is None and all(t.plain_greedy for t in traits):
             best, ids = logits.max(dim=-1)
-            return Sampled([[token] for token in ids.tolist()], errors=_errors(best))
+            return Sampled([[token] for token in ids.tolist()], errors=row_errors(best))
         work, errors = self._constrain(logits, rows, traits, masks)
         chosen = work.argmax(dim=-1)
         drawn = _drawn(traits, errors)
@@ -68,6 +70,20 @@ class Sampler:
         return Sampled([[token] for token in tokens], {i: [entry] for i, entry in logprobs.items()}, errors)
 
     @torch.inference_mode()
+    def enqueue(self, logits: Tensor, rows: list[Sequence]) -> Readout | None:
+        """As a call, but without waiting for the device. None when a row needs the host in between: edits, grammars, filters."""
+        traits = self._prepare(logits, rows)
+        if not all(t.on_device for t in traits) or any(seq.matcher is not None for seq in rows):
+            return None
+        best, ids = logits.max(dim=-1)
+        drawn = [i for i, t in enumerate(traits) if not t.greedy]
+        if drawn:
+            index = to_device(drawn, torch.int64, logits.device)
+            ids[index] = draw(logits[index], [rows[i] for i in drawn])
+        # A failed row's id is the next step's input all the same: it has to exist.
+        return Readout(ids.clamp_(0, self.num_tokens - 1), best)
+
+    @torch.inference_mode()
     def verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals) -> Sampled:
         """Keep the drafts that the model would have produced, and one token behind them.
 
@@ -78,7 +94,7 @@ class Sampler:
         masks = draft_masks(seqs, drafts, logits.shape[1])
         if masks is None and all(t.plain_greedy for t in each):
             best, ids = logits.max(dim=-1)
-            return _kept_tokens(drafts, ids.tolist(), _errors(best))
+            return _kept_tokens(drafts, ids.tolist(), row_errors(best))
         rows = DraftedRows.of(seqs, drafts)
         traits = [t for t, ids in zip(each, drafts, strict=True) for _ in range(len(ids) + 1)]
         work, errors = self._constrain(logits, rows.seqs, traits, masks, rows.ahead)
@@ -112,7 +128,7 @@ class Sampler:
         self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], masks: RowMasks | None, ahead: list[list[int]] | None = None
     ) -> tuple[Tensor, dict[int, str]]:
         """Logits after edits and grammars, and the rows that cannot be used. ahead: drafts between a sequence and its row."""
-        errors = _errors(logits.amax(dim=-1))
+        errors = row_errors(logits.amax(dim=-1))
         work = self._edited(logits, rows, traits, ahead)
         if masks is None:
             return work, errors
@@ -144,7 +160,8 @@ def _classify(params: SamplingParams) -> _Traits:
     greedy = params.temperature == 0.0
     filters = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
     logprobs = params.logprobs or params.top_logprobs > 0
-    return _Traits(params, edits, greedy, filters, logprobs, greedy and not edits and not logprobs)
+    plain = not edits and not logprobs
+    return _Traits(params, edits, greedy, filters, logprobs, greedy and plain, plain and (greedy or not filters))
 
 
 def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
@@ -162,17 +179,6 @@ def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
     return work
 
 
-def _errors(best: Tensor) -> dict[int, str]:
-    """Rows whose largest logit is not finite. best: [R]; the maximum carries NaN through."""
-    if bool(torch.isfinite(best).all()):
-        return {}
-    return {
-        i: f"the model produced invalid logits (largest value {value})"
-        for i, value in enumerate(best.tolist())
-        if abs(value) == float("inf") or value != value
-    }
-
-
 def draw(logits: Tensor, rows: list[Sequence]) -> Tensor:
     """One token per row from the tempered and filtered distribution. logits: [B, V], finite maximum. Returns [B] int64."""
     probs = probabilities(logits, [seq.request.params for seq in rows])
@@ -185,12 +191,12 @@ def draw_tokens(probs: Tensor, rows: list[Sequence], positions: list[int]) -> Te
     seeds = [seq.seed for seq in rows]
     seeded = [i for i, seq in enumerate(rows) if seq.request.params.seed is not None]
     if len(seeded) == len(rows):
-        return race(probs, torch.from_numpy(race_keys(seeds, positions)).to(device))
-    tokens = inverse_cdf(fixed_point(probs), torch.from_numpy(draws53(seeds, positions)).to(device))
+        return race(probs, to_device(race_keys(seeds, positions).tolist(), torch.int64, device))
+    tokens = inverse_cdf(fixed_point(probs), to_device(draws53(seeds, positions).tolist(), torch.int64, device))
     if seeded:
-        index = torch.tensor(seeded, device=device)
+        index = to_device(seeded, torch.int64, device)
         keys = race_keys([seeds[i] for i in seeded], [positions[i] for i in seeded])
-        tokens[index] = race(probs[index], torch.from_numpy(keys).to(device))
+        tokens[index] = race(probs[index], to_device(keys.tolist(), torch.int64, device))
     return tokens
 
 
@@ -248,7 +254,7 @@ def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
     The sum is left as it is: the draw scales by the integer sum, and a floating sum could depend on the batch's shape.
     """
-    temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)
+    temperature = to_device([p.temperature for p in params], logits.dtype, logits.device)
     # The maximum is subtracted first: tiny temperatures would overflow otherwise.
     probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None], dim=-1)
     filtered = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0]

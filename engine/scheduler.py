@@ -104,7 +104,7 @@ class Scheduler:
             if gate.obtained_work(bool(step.seqs)):
                 gate.count_prompt_step()
                 self.counters.prompt_steps += 1
-                self.counters.computed_prefill_tokens += step.batch.num_tokens
+                self.counters.computed_prefill_tokens += step.batch().num_tokens
                 return step
         gate.count_decode_step()
         self.counters.decode_steps += 1

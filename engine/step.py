@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.batch import Batch, SequenceSlice, StepKind
+from engine.batch import Batch, LateTokens, SequenceSlice, StepKind
 from engine.request import Sequence, TokenLogprob
 
 
@@ -44,9 +44,8 @@ class Step:
     idle: bool = False
     rooms: list[int] = field(default_factory=list)
 
-    @property
-    def batch(self) -> Batch:
-        return Batch(self.kind, self.slices)
+    def batch(self, late: LateTokens | None = None) -> Batch:
+        return Batch(self.kind, self.slices, late)
 
 
 @dataclass(frozen=True, slots=True)

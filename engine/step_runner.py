@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.batch import LogitRows, SequenceSlice, StepKind
+from engine.batch import LateTokens, LogitRows, SequenceSlice, StepKind
 from engine.drafter import DrafterLike, DraftPoint
 from engine.late_tokens import caught_up
+from engine.readout import Readout
 from engine.sampler import Sampler
 from engine.spec_costs import StepWatch
 from engine.step import Sampled, Step
@@ -21,7 +22,7 @@ class Late:
     """What a plan did not know: the tokens of the step before it. rows: see `later_rows`."""
 
     rows: list[int]
-    sampled: Callable[[], Sampled]
+    sampled: Callable[[], Sampled | Readout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +37,41 @@ class Computed:
 class StepRunner:
     """Model, drafter and sampler of one rank."""
 
-    def __init__(self, runner: Any, sampler: Sampler, drafter: DrafterLike | None, history_len: int) -> None:
+    def __init__(self, runner: Any, sampler: Sampler, drafter: DrafterLike | None, history_len: int, keep_on_device: bool = False) -> None:
+        """keep_on_device: leave sampled ids there where possible, for a caller that starts the next step before it reads them."""
         self.runner, self.sampler, self.drafter = runner, sampler, drafter
+        self._keep_on_device = keep_on_device
         self._history_len = history_len
         self._watch = StepWatch(runner.limits.device)
 
     def forward(self, step: Step, late: Late | None = None) -> Computed:
         """Drafts of a decode step, if it pays, then the forward pass."""
+        tokens: LateTokens | None = None
         if late is not None:
-            step = caught_up(step, late.rows, late.sampled(), self._history_len)
+            sampled = late.sampled()
+            if isinstance(sampled, Readout):
+                tokens = LateTokens(late.rows, sampled.ids)
+                sampled = Sampled([[0]] * len(sampled.ids))
+            step = caught_up(step, late.rows, sampled, self._history_len)
         drafts: list[list[int]] = []
         if step.kind is StepKind.DECODE and self.drafter is not None:
             drafts = self._propose(step, self.drafter)
             if drafts:
                 step = with_drafts(step, drafts)
         self._watch.start()
-        logits = self.runner.run(step.batch)
+        logits = self.runner.run(step.batch(tokens))
         self._watch.forward_enqueued()
         return Computed(step, logits, drafts)
 
-    def sample(self, computed: Computed) -> Sampled:
+    def sample(self, computed: Computed) -> Sampled | Readout:
         """Tokens of a step. Everything that the step before it produced is in its sequences by now."""
         step, logits = computed.step, computed.logits
         if not step.rows:
             return Sampled([])
+        if self._keep_on_device and step.kind is StepKind.DECODE and self.drafter is None:
+            readout = self.sampler.enqueue(logits, step.rows)
+            if readout is not None:
+                return readout
         self._watch.sampling()
         if step.kind is StepKind.VERIFY:
             assert self.drafter is not None, "drafts without a drafter"

@@ -37,6 +37,7 @@ __device__ __forceinline__ void wait_copies() {
 __device__ __forceinline__ uint4 load_shared16(const void* shared) { return *static_cast<const uint4*>(shared); }
 __device__ __forceinline__ uint2 load_shared8(const void* shared) { return *static_cast<const uint2*>(shared); }
 __device__ __forceinline__ uint4 load_global16(const void* global) { return __ldg(static_cast<const uint4*>(global)); }
+__device__ __forceinline__ uint2 load_global8(const void* global) { return __ldg(static_cast<const uint2*>(global)); }
 
 // d += a b for one 16x8x16 tile of bf16. Lane 4g + t holds rows g and g + 8 of a, column g of b, rows g and g + 8, columns 2t, 2t + 1 of d.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -5,7 +5,24 @@ namespace dix {
 
 constexpr int kSumThreads = 256;
 
-__global__ void __launch_bounds__(kSumThreads) expert_sum(const float* parts, const uint16_t* shared, uint16_t* y, int num_tokens, int num_choices,
+__device__ __forceinline__ void add(float (&sum)[4], const float* part) {
+    const float4 four = *reinterpret_cast<const float4*>(part);
+    sum[0] += four.x;
+    sum[1] += four.y;
+    sum[2] += four.z;
+    sum[3] += four.w;
+}
+
+__device__ __forceinline__ void add(float (&sum)[4], const uint16_t* part) {
+    const uint2 both = *reinterpret_cast<const uint2*>(part);
+    sum[0] += bf16_value(both.x & 0xFFFF);
+    sum[1] += bf16_value(both.x >> 16);
+    sum[2] += bf16_value(both.y & 0xFFFF);
+    sum[3] += bf16_value(both.y >> 16);
+}
+
+template <class Part>
+__global__ void __launch_bounds__(kSumThreads) expert_sum(const Part* parts, const uint16_t* shared, uint16_t* y, int num_tokens, int num_choices,
                                                           int width) {
     const int quads = width / 4;
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x; i < static_cast<int64_t>(num_tokens) * quads;
@@ -13,20 +30,8 @@ __global__ void __launch_bounds__(kSumThreads) expert_sum(const float* parts, co
         const int64_t token = i / quads;
         const int column = static_cast<int>(i - token * quads) * 4;
         float sum[4] = {};
-        for (int k = 0; k < num_choices; ++k) {
-            const float4 part = *reinterpret_cast<const float4*>(parts + (token * num_choices + k) * width + column);
-            sum[0] += part.x;
-            sum[1] += part.y;
-            sum[2] += part.z;
-            sum[3] += part.w;
-        }
-        if (shared != nullptr) {
-            const uint2 both = *reinterpret_cast<const uint2*>(shared + token * width + column);
-            sum[0] += bf16_value(both.x & 0xFFFF);
-            sum[1] += bf16_value(both.x >> 16);
-            sum[2] += bf16_value(both.y & 0xFFFF);
-            sum[3] += bf16_value(both.y >> 16);
-        }
+        for (int k = 0; k < num_choices; ++k) add(sum, parts + (token * num_choices + k) * width + column);
+        if (shared != nullptr) add(sum, shared + token * width + column);
         uint2 result;
         result.x = bf16_bits(sum[0]) | static_cast<uint32_t>(bf16_bits(sum[1])) << 16;
         result.y = bf16_bits(sum[2]) | static_cast<uint32_t>(bf16_bits(sum[3])) << 16;
@@ -36,13 +41,18 @@ __global__ void __launch_bounds__(kSumThreads) expert_sum(const float* parts, co
 
 }  // namespace dix
 
-// parts: [num_tokens * num_choices, width] fp32; shared: [num_tokens, width] bf16 or null; y: [num_tokens, width] bf16. width: multiple of 4.
+// parts: [num_tokens * num_choices, width] fp32, or bf16 where parts_bf16 is not 0; shared: [num_tokens, width] bf16 or null; y: [num_tokens, width] bf16. width: multiple of 4.
 // Returns a cudaError_t.
-extern "C" int dix_expert_sum(const float* parts, const uint16_t* shared, uint16_t* y, int num_tokens, int num_choices, int width, int num_blocks,
-                              void* stream) {
+extern "C" int dix_expert_sum(const void* parts, int parts_bf16, const uint16_t* shared, uint16_t* y, int num_tokens, int num_choices, int width,
+                              int num_blocks, void* stream) {
     using namespace dix;
     if (width % 4 != 0 || num_blocks < 1) return cudaErrorInvalidValue;
     if (num_tokens == 0) return cudaSuccess;
-    DIX_LAUNCH(expert_sum, num_blocks, kSumThreads, 0, static_cast<cudaStream_t>(stream), parts, shared, y, num_tokens, num_choices, width);
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (parts_bf16) {
+        DIX_LAUNCH(expert_sum<uint16_t>, num_blocks, kSumThreads, 0, s, static_cast<const uint16_t*>(parts), shared, y, num_tokens, num_choices, width);
+    } else {
+        DIX_LAUNCH(expert_sum<float>, num_blocks, kSumThreads, 0, s, static_cast<const float*>(parts), shared, y, num_tokens, num_choices, width);
+    }
     return cudaGetLastError();
 }

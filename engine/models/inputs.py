@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, LogitRows, StepKind
+from engine.batch import Batch, LateTokens, LogitRows, StepKind
 from engine.config import TruncationMode
 from engine.kv_cache import KVCache
 from engine.models.config import TextConfig
 from engine.ops.engram_hash import DEAD
 from engine.ops.rope import rotation
 from engine.ops.sparse_attention import Selection
+from engine.readout import to_device
 
 Ints = NDArray[np.int64]
 
@@ -113,6 +114,14 @@ class StepInputs:
     logit_rows: Tensor
 
 
+def fill_late(late: LateTokens, token_ids: Tensor, grams: Tensor, token_map: Tensor) -> None:
+    """Put late tokens into a step's inputs, on the device. token_ids: [T], grams: [T, G] with the newest first; token_map: [V]."""
+    rows = to_device(late.rows, torch.int64, token_ids.device)
+    known, ids = rows < 0, late.ids[rows.clamp(min=0)]
+    token_ids.copy_(torch.where(known, token_ids, ids))
+    grams[:, 0] = torch.where(known, grams[:, 0], token_map[ids])
+
+
 class InputBuilder:
     """Builds `StepInputs` for one model and cache. Holds the rotary frequencies and the token map."""
 
@@ -121,6 +130,7 @@ class InputBuilder:
         self._map = np.array(token_map, dtype=np.int64)
         self._plain, self._scaled = plain, scaled
         self._device = plain.device
+        self._device_map = torch.tensor(token_map, device=self._device)
         self._ratios = sorted({text.ratio(layer) for layer in text.kv_source_layer_ids})
 
     def build(self, batch: Batch, truncation: Truncation) -> StepInputs:
@@ -142,9 +152,12 @@ class InputBuilder:
         if rect.any():
             decoder, kept = self._decoder_rows(span, slots, floor, rect, truncation.mode)
         table = self._block_table([s.block_table for s in slices])
+        token_ids, grams = self._tensor(np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in slices])), self._grams(batch)
+        if batch.late is not None:
+            fill_late(batch.late, token_ids, grams, self._device_map)
         return StepInputs(
-            token_ids=self._tensor(np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in slices])),
-            grams=self._grams(batch),
+            token_ids=token_ids,
+            grams=grams,
             block_table=self._tensor(table),
             encoder=encoder,
             decoder=decoder,

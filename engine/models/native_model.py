@@ -36,6 +36,7 @@ class NativeModel:
 
     def step(self, batch: Batch, truncation: Truncation) -> Tensor:
         """[R, V] fp32 logits of the requested rows."""
+        assert batch.late is None, "late tokens are on a device that native steps do not see"
         ints = [len(batch.slices), 0]
         wanted = 0
         cut = batch.kind is StepKind.PREFILL and truncation.mode is not TruncationMode.OFF

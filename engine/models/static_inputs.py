@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
 from engine.kv_cache import KVCache
 from engine.models.config import TextConfig
-from engine.models.inputs import NewEntries, Pairs, Rotations, Rows, StepInputs
+from engine.models.inputs import NewEntries, Pairs, Rotations, Rows, StepInputs, fill_late
 from engine.models.row_buffers import DeviceTables, StagedRows
 from engine.ops.engram_hash import DEAD
 from engine.ops.rope import rotation
@@ -36,6 +36,7 @@ class StaticInputs:
         self._map = np.array(token_map, dtype=np.int32)
         self._plain, self._scaled = frequencies
         device = self._plain.device
+        self._device_map = torch.tensor(token_map, device=device)
         self._back, self._max_len = text.ngram_history, max_len
         self._ratios = sorted({text.ratio(layer) for layer in text.kv_source_layer_ids})
         self._rows = StagedRows(max_rows, _GRAMS + self._back + 1, device)
@@ -54,6 +55,9 @@ class StaticInputs:
         """Send a batch; rows behind it become padding up to `size`."""
         rows = np.array([row for s in batch.slices for row in self._rows_of(s)], dtype=np.int32)
         self._rows.upload(rows, size)
+        if batch.late is not None:
+            part = self._rows.values[: len(rows)]
+            fill_late(batch.late, part[:, _TOKEN], part[:, _GRAMS:], self._device_map)
         self._tables.update({s.state_slot: s.block_table for s in batch.slices})
 
     def _rows_of(self, s: SequenceSlice) -> list[list[int]]:

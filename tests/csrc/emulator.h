@@ -152,6 +152,7 @@ T load(const void* from) {
 inline uint4 load_shared16(const void* from) { return load<uint4>(from); }
 inline uint2 load_shared8(const void* from) { return load<uint2>(from); }
 inline uint4 load_global16(const void* from) { return load<uint4>(from); }
+inline uint2 load_global8(const void* from) { return load<uint2>(from); }
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     auto& m = emulator::meetings[emulator::current / 32];
     const int lane = emulator::current % 32, round = m.round;

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.ops.cuda.packed_experts import run_experts, run_shared
-from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, expert_lists, expert_sum, padded, routed
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, padded, routed
 from engine.ops.cuda.packed_linear import run_linear
 from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
 from engine.ops.packed_linear import PACKED_LINEAR
@@ -60,6 +60,27 @@ def test_products_of_few_rows(run, format, rows, columns, tokens, shape):
     out = nan_like(format, tokens, rows)
     dense(run, 0, padded(x, weights), weights, out, shape, PLAIN[format])
     close(out, product(x, weights), 1e-6 if format is Format.FP4 else 4e-3)
+
+
+@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize(("rows", "columns", "tokens"), [(16, 256, 1), (40, 96, 20), (560, 320, 33), (24, 128, 130)])
+def test_products_of_many_rows(run, format, rows, columns, tokens):
+    """One row, half tiles, more rows than one block of threads has, a second item."""
+    encode, pack = PACK[format]
+    weights = pack(*encode(torch.randn(rows, columns) * columns**-0.5))
+    x = torch.randn(tokens, columns).bfloat16()
+    out = nan_like(Format.FP8, tokens, rows)
+    dense(run, 0, padded(x, weights), weights, out, Shape(MANY), Epilogue.BF16)
+    close(out, product(x, weights), 4e-3)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_experts_with_many_rows(run, quantize):
+    some = experts(2, 64, 96)
+    x = (torch.randn(40, 96) * 3).bfloat16()
+    ids, weights = torch.randint(0, 2, (40, 1)), torch.rand(40, 1)
+    got = run_experts(run, 0, x, ids, weights, some, 2.0, quantize)
+    close(got, PACKED_EXPERTS.reference(x, ids, weights, some, 2.0, quantize), 4e-2 if quantize else 1e-2)
 
 
 @pytest.mark.parametrize("format", Format)
@@ -163,6 +184,8 @@ def test_partial_sums_are_added_in_the_order_of_choices(run):
     assert torch.equal(out, want.bfloat16())
     expert_sum(run, 0, parts[:, :1].contiguous(), None, out)
     assert torch.equal(out, parts[:, 0].bfloat16())
+    expert_sum(run, 0, parts[:, :2].bfloat16().contiguous(), None, out)
+    assert torch.equal(out, (parts[:, 0].bfloat16().float() + parts[:, 1].bfloat16().float()).bfloat16())
 
 
 def test_shared_expert_clamps_the_gate_from_above_only(run):

@@ -3,7 +3,7 @@ changes its output. It has real cache tensors, so the real prefix cache works wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -98,6 +98,12 @@ class FakeRunner:
         _check_exclusive([piece.state_slot for piece in batch.slices])
         if self.record:
             self.batches.append(batch)
+        if batch.late is not None:
+            ids = batch.late.ids.tolist()
+            slices = [
+                piece if row < 0 else replace(piece, token_ids=[ids[row]]) for piece, row in zip(batch.slices, batch.late.rows, strict=True)
+            ]
+            batch = replace(batch, slices=slices)
         wanted = [row for piece in batch.slices for row in self._run_slice(piece)]
         return torch.from_numpy(np.stack(wanted)) if wanted else torch.empty(0, self.limits.vocab_size)
 

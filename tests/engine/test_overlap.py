@@ -20,11 +20,15 @@ from tests.engine.test_speculation import prompt, random_requests, tokens
 LIMITS = FakeLimits(max_model_len=56, num_blocks=64)
 
 
-def make_engine(stream: Any = None, *, limits: FakeLimits = LIMITS, noise: float = 1.0, hicache: Any = None, **config: Any) -> Engine:
-    """With a stream: overlapped on it. Without: one step after the other."""
+def make_engine(
+    stream: Any = None, *, limits: FakeLimits = LIMITS, noise: float = 1.0, hicache: Any = None, on_device: bool = False, **config: Any
+) -> Engine:
+    """With a stream: overlapped on it. Without: one step after the other. on_device: sampled ids stay there, as on a GPU."""
     runner = FakeRunner(limits, draft_noise=noise)
     changes = {"enable_mtp_varlen": False, "prefill_any_interval": 2, "zero_overhead_scheduling": stream is not None, **config}
-    return Engine(EngineConfig(**changes), hicache or HiCacheConfig(size_gb=0), runner=runner, stream=stream)
+    engine = Engine(EngineConfig(**changes), hicache or HiCacheConfig(size_gb=0), runner=runner, stream=stream)
+    engine._step_runner._keep_on_device = on_device
+    return engine
 
 
 def serve(engine: Engine, requests: list[Request], rng: random.Random | None = None, aborts: float = 0.0) -> dict[str, list[Output]]:
@@ -83,6 +87,19 @@ def test_overlapped_steps_give_what_separate_steps_give(seed, block, num_blocks,
     plain = serve(make_engine(limits=limits), requests)
     engine = make_engine(FakeDevice(lazy=lazy, seed=seed), limits=replace(limits, num_blocks=num_blocks))
     assert_same(serve(engine, requests, rng, aborts), plain)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 10**6), plain=st.booleans(), lazy=st.sampled_from([0.5, 1.0]))
+def test_tokens_that_stay_on_the_device_are_the_same(seed, plain, lazy):
+    """plain: only requests that never need the host between forward pass and draw."""
+    rng = random.Random(seed)
+    free = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "top_logprobs": 0, "ignore_eos": True}
+    requests = random_requests(rng, 8, **(free if plain else {}))
+    wanted = serve(make_engine(), requests)
+    engine = make_engine(FakeDevice(lazy=lazy, seed=seed), on_device=True, limits=replace(LIMITS, num_blocks=20))
+    assert_same(serve(engine, requests, rng, 0.1), wanted)
+    assert not plain or any(batch.late is not None for batch in engine.runner.batches)
 
 
 @settings(max_examples=4, deadline=None)

@@ -21,7 +21,7 @@ from deepinfer_cli.opbench.ceilings import measure_ceilings
 from deepinfer_cli.opbench.timing import time_side_by_side
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_experts import tiles_of
-from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, expert_lists, expert_sum, machine, routed
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, machine, routed
 from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, unpack
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 
@@ -54,9 +54,9 @@ class Table:
     def __init__(self, path: Path, copy_tbs: float) -> None:
         self._file, self._copy = path.open("w"), copy_tbs
 
-    def add(self, name: str, us: float, num_bytes: float, error: float) -> None:
+    def add(self, name: str, us: float, num_bytes: float, error: float, note: str = "") -> None:
         share = num_bytes / us / 1e6 / self._copy
-        print(f"{name:58s} {us:9.1f} us  {num_bytes / 1e6:9.1f} MB  {share:5.2f} of copy  err {error:.1e}", flush=True)
+        print(f"{name:58s} {us:9.1f} us  {num_bytes / 1e6:9.1f} MB  {share:5.2f} of copy  err {error:.1e} {note}", flush=True)
         self._file.write(json.dumps({"name": name, "us": us, "bytes": num_bytes, "share": share, "error": error}) + "\n")
         self._file.flush()
 
@@ -66,7 +66,8 @@ VARIANTS = {  # batch -> (tiles, slices, blocks per multiprocessor)
     8: [(1, 1, 2), (1, 1, 3), (1, 4, 3)],
     64: [(1, 1, 2), (1, 1, 3), (2, 1, 2)],
     256: [(1, 1, 2), (1, 1, 3), (2, 1, 2)],
-    4096: [(4, 1, 2)],
+    1024: [(2, 1, 2), (4, 1, 2), (MANY, 1, 1)],
+    4096: [(MANY, 1, 1)],
 }
 
 
@@ -128,13 +129,16 @@ def bench_sum(table: Table, experts: Experts, batch: int) -> None:
 
 def bench_shape(table: Table, experts: Experts, batch: int, shape: Shape) -> None:
     w13, w2, act, parts, weights = experts.w13, experts.w2, experts.act, experts.parts, experts.weights
+    epilogue = Epilogue.FP32
+    if shape.tiles == MANY:
+        parts, epilogue = parts.bfloat16(), Epilogue.BF16
     lists = [expert_lists(*here(), ids, EXPERTS, shape.tiles) for ids in experts.ids]
 
     def up(k: int) -> None:
         routed(*here(), experts.x[k], w13, lists[k], act, shape, Epilogue.SWIGLU, divisor=CHOICES, weights=weights, limit=10.0)
 
     def down(k: int) -> None:
-        routed(*here(), act, w2, lists[k], parts, shape, Epilogue.FP32)
+        routed(*here(), act, w2, lists[k], parts, shape, epilogue)
 
     act.fill_(float("nan"))
     parts.fill_(float("nan"))
@@ -152,7 +156,8 @@ def bench_shape(table: Table, experts: Experts, batch: int, shape: Shape) -> Non
     sets = range(len(lists))
     for which, call, matrix, error in (("up  ", up, w13, up_error), ("down", down, w2, down_error)):
         us = median([lambda k=k, call=call: call(k) for k in sets])
-        table.add(f"{which} {name}", us, experts.touched * matrix.num_bytes / EXPERTS, error)
+        tflops = 2e-6 * batch * CHOICES * matrix.rows * matrix.columns / us
+        table.add(f"{which} {name}", us, experts.touched * matrix.num_bytes / EXPERTS, error, f"{tflops:.0f} TFLOP/s")
 
 
 def bench_dense(table: Table) -> None:

@@ -13,11 +13,11 @@ import torch
 from csrc.loader import Library, bind, load
 from engine.native_library import default_build_dir
 
-SOURCES = ("kernels/packed_gemm.cu", "kernels/expert_lists.cu", "kernels/expert_sum.cu")
+SOURCES = ("kernels/packed_gemm.cu", "kernels/packed_tiles.cu", "kernels/expert_lists.cu", "kernels/expert_sum.cu")
 
 
 class GemmArguments(ctypes.Structure):
-    """`PackedGemm` of csrc/kernels/packed_gemm.cu, field by field."""
+    """`PackedGemm` of csrc/include/packed_weights.cuh, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "items", "num_items", "slots", "weights")),
@@ -32,6 +32,7 @@ class Kernels:
     """Bound launches; each returns a CUDA status. num_processors: multiprocessors of the device."""
 
     gemm: Callable[..., int]
+    tiles: Callable[..., int]
     lists: Callable[..., int]
     sum: Callable[..., int]
     num_processors: int
@@ -41,8 +42,9 @@ class Kernels:
         pointer, number = ctypes.c_void_p, ctypes.c_int
         return Kernels(
             gemm=bind(library, "dix_packed_gemm", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]),
+            tiles=bind(library, "dix_packed_tiles", [ctypes.POINTER(GemmArguments), *[number] * 3, pointer]),
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
-            sum=bind(library, "dix_expert_sum", [pointer, pointer, pointer, *[number] * 4, pointer]),
+            sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, *[number] * 4, pointer]),
             num_processors=num_processors,
         )
 

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
-from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, expert_lists, expert_sum, machine, padded, routed
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, machine, padded, routed
 from engine.ops.packed_experts import PackedExperts
 from engine.ops.q8 import q8
+
+# From so many rows per expert on the tensor cores are the time, and items of 128 tokens pay.
+_FEW_ROWS = 16
 
 
 def launch(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
@@ -30,8 +33,19 @@ def run_experts(
     routed(
         run, stream, source, experts.w13, lists, act, up_shape, Epilogue.SWIGLU, divisor=choices, weights=weights.contiguous(), limit=limit
     )
-    parts = x.new_empty(tokens * choices, width, dtype=torch.float32)
-    routed(run, stream, padded(q8(act) if quantize else act, experts.w2), experts.w2, lists, parts, down_shape, Epilogue.FP32)
+    # Many parts are kept as the bf16 numbers that the products of the reference give; of few the fp32 sums cost nothing.
+    many = down_shape.tiles == MANY
+    parts = x.new_empty(tokens * choices, width, dtype=torch.bfloat16 if many else torch.float32)
+    routed(
+        run,
+        stream,
+        padded(q8(act) if quantize else act, experts.w2),
+        experts.w2,
+        lists,
+        parts,
+        down_shape,
+        Epilogue.BF16 if many else Epilogue.FP32,
+    )
     shared = run_shared(run, stream, q8(x) if quantize else x, experts, limit, quantize)
     out = x.new_empty(tokens, width)
     expert_sum(run, stream, parts.view(tokens, choices, width), shared, out)
@@ -41,12 +55,12 @@ def run_experts(
 def run_shared(run: Kernels, stream: int, source: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
     """The shared expert. source: [T, C] bf16; returns [T, C] bf16."""
     tokens = source.shape[0]
-    tiles = tiles_of(tokens)
     act = source.new_empty(tokens, experts.shared_w2.columns)
-    dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, Shape(tiles, 8), Epilogue.SWIGLU, limit=limit)
+    shape = Shape(tiles_of(tokens), 8) if tokens <= 64 else Shape(MANY)
+    dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, shape, Epilogue.SWIGLU, limit=limit)
     shared = source.new_empty(tokens, experts.shared_w2.rows)
     act = padded(q8(act) if quantize else act, experts.shared_w2)
-    dense(run, stream, act, experts.shared_w2, shared, Shape(tiles, 8), Epilogue.BF16)
+    dense(run, stream, act, experts.shared_w2, shared, shape, Epilogue.BF16)
     return shared
 
 
@@ -58,6 +72,8 @@ def tiles_of(rows: int) -> int:
 def shapes(tokens: int, choices: int, num_experts: int) -> tuple[Shape, Shape]:
     """Division of gate-up and down. A function of the row count alone, so that a graph bucket always runs the same one."""
     mean = tokens * choices / num_experts
+    if mean > _FEW_ROWS:
+        return Shape(MANY), Shape(MANY)
     tiles = 1 if mean <= 2.5 else 2 if mean <= 8 else 4
     # With a handful of experts there are fewer tiles of rows than warps: four warps share one.
     few = tokens * choices <= 16

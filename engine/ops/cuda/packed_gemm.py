@@ -13,6 +13,7 @@ from engine.ops.cuda.library import GemmArguments, Kernels, check_launch, kernel
 from engine.ops.packed_weights import Format, PackedWeights
 
 TILE_TOKENS = 8
+MANY = 16  # tiles of an item of the kernel for many tokens
 
 
 class Epilogue(IntEnum):
@@ -27,11 +28,12 @@ class Epilogue(IntEnum):
 class Shape:
     """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
 
-    tiles: of eight tokens per item. slices: warps that share 16 rows. residents: thread blocks per multiprocessor, 0 for all that fit.
+    tiles: of eight tokens per item; `MANY` (16) means the kernel for many tokens (packed_tiles.cu). slices: warps that share 16 rows.
+    residents: thread blocks per multiprocessor, 0 for all that fit.
     """
 
     tiles: int
-    slices: int
+    slices: int = 1
     residents: int = 0
 
     def num_blocks(self, num_processors: int) -> int:
@@ -97,17 +99,18 @@ def dense(
     arguments.num_rows, arguments.num_groups, arguments.x_divisor = x.shape[0], packed.groups, 1
     arguments.x_group_stride, arguments.y_group_stride = packed.padded_columns, out.shape[1] // packed.groups
     items = -(-x.shape[0] // (TILE_TOKENS * shape.tiles)) * packed.groups
-    units = items * -(-packed.tiles * shape.slices // _WARPS)
+    units = items * -(-packed.tiles * shape.slices // (2 * _WARPS if shape.tiles == MANY else _WARPS))
     if units:
         _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, shape.num_blocks(run.num_processors)))
 
 
 def expert_sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor | None, out: Tensor) -> None:
-    """out[t] = sum of parts[t] over the choices + shared[t]. parts: [T, K, C] fp32, shared: [T, C] bf16 or None, out: [T, C] bf16."""
+    """out[t] = sum of parts[t] over the choices + shared[t]. parts: [T, K, C] fp32 or bf16; shared, out: [T, C] bf16."""
     tokens, choices, width = parts.shape
     blocks = max(1, min(8 * run.num_processors, -(-tokens * width // 1024)))
+    halves = int(parts.dtype == torch.bfloat16)
     status = run.sum(
-        parts.data_ptr(), shared.data_ptr() if shared is not None else None, out.data_ptr(), tokens, choices, width, blocks, stream
+        parts.data_ptr(), halves, shared.data_ptr() if shared is not None else None, out.data_ptr(), tokens, choices, width, blocks, stream
     )
     check_launch(status, "expert_sum")
 
@@ -142,5 +145,8 @@ def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> G
 
 
 def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format, epilogue: Epilogue, shape: Shape, num_blocks: int) -> None:
-    status = run.gemm(ctypes.byref(arguments), format, epilogue, shape.tiles, shape.slices, num_blocks, stream)
+    if shape.tiles == MANY:
+        status = run.tiles(ctypes.byref(arguments), format, epilogue, num_blocks, stream)
+    else:
+        status = run.gemm(ctypes.byref(arguments), format, epilogue, shape.tiles, shape.slices, num_blocks, stream)
     check_launch(status, f"packed_gemm {format.name} {epilogue.name} tiles={shape.tiles} slices={shape.slices}")

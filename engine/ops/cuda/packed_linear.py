@@ -6,8 +6,10 @@ from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_experts import tiles_of
-from engine.ops.cuda.packed_gemm import Epilogue, Shape, dense, machine, padded
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, machine, padded
 from engine.ops.packed_weights import PackedWeights
+
+_FEW_ROWS = 64  # the largest item of the kernel for few rows
 
 
 def launch(x: Tensor, weights: PackedWeights) -> Tensor:
@@ -24,6 +26,8 @@ def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights) -> 
 
 def shape(num_rows: int, weights: PackedWeights, num_processors: int) -> Shape:
     """As many warps per tile of rows as the machine has room for: 16 warps a multiprocessor hide the latency of memory."""
+    if num_rows > _FEW_ROWS:
+        return Shape(MANY)
     tiles = tiles_of(num_rows)
     items = -(-num_rows // (8 * tiles)) * weights.groups
     warps = items * weights.tiles
