@@ -122,7 +122,9 @@ class EngineConfig:
         choices=("auto", True, False),
         aliases=("DEEPINFER_ZERO_OVERHEAD_SCHEDULING",),
     )
-    batch_invariant: bool = knob(False, "Make a row's result independent of its batch.", aliases=("DEEPINFER_BATCH_INVARIANT",))
+    batch_invariant: bool = knob(
+        False, "Promise that a row's result does not depend on its batch, or refuse to start.", aliases=("DEEPINFER_BATCH_INVARIANT",)
+    )
     cudagraph_batch_size_interval: int | str = knob(
         "auto",
         "Rows between recorded decode steps; auto is fine up to 64 and every 32 above.",

@@ -127,6 +127,24 @@ class ModelRunner:
         if self._exchange is not None:
             self.native.wait()  # the ranks change their path together: never in the middle of serving
             agreement.conclude(self.native)
+        if config.batch_invariant:
+            self._require_batch_invariance()
+
+    def _require_batch_invariance(self) -> None:
+        """Every sum of the compiled CPU step has one order, whatever stands beside a row; the library products of other paths do not.
+
+        Raises:
+            ConfigError: the compiled step cannot be used here, or experts are shared between ranks.
+        """
+        why = ""
+        if self.config.ep > 1:
+            why = "exchanged expert sums are not proven to be"
+        elif not self.native.wait():  # until it is built, steps would run on another path
+            why = f"only the compiled CPU step is ({self.native.status})"
+        if why:
+            raise ConfigError(
+                f"engine.batch_invariant is set, but {why}", hint="device cpu, precision F or Fq, a C++ compiler, --ep 1; or leave it off"
+            )
 
     @torch.inference_mode()
     def _record(self, recorder: Recorder) -> None:

@@ -72,7 +72,7 @@ def busy_and_wall(engine: Engine) -> tuple[float, float, float]:
 
 def floor_ms(runner: ModelRunner) -> float:
     """A replay of the step's graph, back to back."""
-    graphs: Any = runner._decode._graphs  # noqa: SLF001
+    graphs: Any = runner._decode._graphs
     times = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def main() -> None:
             f" graph alone {floor_ms(runner):.3f} ms",
             flush=True,
         )
-        engine._pipeline.land()  # noqa: SLF001
+        engine._pipeline.land()
     print("tokens equal:", tokens[False] == tokens[True])
 
 

@@ -1,0 +1,142 @@
+"""A row's logits are the same bits alone and among neighbours, for any chunks, with and without a prefix from the cache."""
+
+import random
+
+import pytest
+import torch
+
+from engine.batch import Batch, LogitRows, StepKind
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model_runner import ModelRunner
+from engine.models.draft import DraftSlice
+from engine.models.tiny import ensure_tiny
+from engine.request import Request, SamplingParams
+from hicache.config import HiCacheConfig
+from tests.models.golden import Seq, decode, prefill
+
+NEIGHBOURS = 63
+
+
+def settings(model: str, **changes) -> EngineConfig:
+    base = {
+        "model": model,
+        "batch_invariant": True,
+        "max_num_seqs": NEIGHBOURS + 1,
+        "max_model_len": 1536,
+        "max_num_batched_tokens": 8192,
+        "num_blocks": 66 * 8,
+        "yoco_mode": "compact",
+        "yoco_keep_tokens": 140,
+    }
+    return EngineConfig(**{**base, **changes})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return str(ensure_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def runner(tiny) -> ModelRunner:
+    runner = ModelRunner(settings(tiny), draft=True)
+    assert runner.native.wait(), runner.native.status
+    return runner
+
+
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(20, 4000) for _ in range(count)]
+
+
+def compute(seq: Seq, end: int) -> None:
+    """Prefill up to `end` without logits: decoder truncation drops early rows."""
+    seq.runner.run(Batch(StepKind.PREFILL, [seq.slice(end, LogitRows.NONE)]))
+
+
+def test_a_decode_row_does_not_depend_on_its_neighbours_or_its_place(runner):
+    rng = random.Random(1)
+    seqs = [Seq(runner, random_ids(rng, rng.randint(3, 40)), slot) for slot in range(1, NEIGHBOURS + 2)]
+    seqs[0] = Seq(runner, random_ids(rng, 300), 1)
+    for seq in seqs:
+        compute(seq, len(seq.ids) - 1)
+    slices = [seq.slice(len(seq.ids)) for seq in seqs]
+    alone = runner.run(Batch(StepKind.DECODE, slices[:1]))
+    for count in (2, 7, NEIGHBOURS + 1):
+        order = [0, *rng.sample(range(1, len(seqs)), count - 1)]
+        rng.shuffle(order)
+        rows = runner.run(Batch(StepKind.DECODE, [slices[i] for i in order]))
+        assert torch.equal(rows[order.index(0)], alone[0])
+
+
+def test_a_verify_row_equals_the_decode_row_at_its_position(runner):
+    rng = random.Random(2)
+    ids = random_ids(rng, 150)
+    one, other = Seq(runner, ids, 1), Seq(runner, ids, 2)
+    compute(one, 144)
+    compute(other, 144)
+    single = torch.cat([decode([one])[0] for _ in range(6)])
+    assert torch.equal(decode([other], 6, StepKind.VERIFY)[0], single)
+
+
+def test_a_prompt_does_not_depend_on_its_chunks_or_on_prompts_beside_it(runner):
+    rng = random.Random(3)
+    ids = random_ids(rng, 700)
+    wanted = None
+    for size in (8192, 128, 192, 512):
+        seq = Seq(runner, ids, 1)
+        for start in range(0, 699, size):
+            compute(seq, min(start + size, 699))
+        last = decode([seq])[0]
+        assert wanted is None or torch.equal(last, wanted), f"chunks of {size}"
+        wanted = last
+    seq, beside = Seq(runner, ids[:699], 1), [Seq(runner, random_ids(rng, n), n) for n in (5, 60)]
+    pieces = [one.slice(len(one.ids), LogitRows.LAST) for one in (beside[0], seq, beside[1])]
+    together = runner.run(Batch(StepKind.PREFILL, pieces))[1]
+    alone = Seq(runner, ids[:699], 2)
+    assert torch.equal(runner.run(Batch(StepKind.PREFILL, [alone.slice(699, LogitRows.LAST)]))[0], together)
+
+
+def test_drafts_do_not_depend_on_neighbours(runner):
+    rng = random.Random(4)
+    seqs = [Seq(runner, random_ids(rng, 30 + n), n + 1) for n in range(9)]
+    for seq in seqs:
+        prefill(seq, [len(seq.ids)])
+    points = [DraftSlice(20 + n, len(seq.ids) - 1, seq.slot) for n, seq in enumerate(seqs)]
+    together, alone = runner.draft(points), runner.draft(points[4:5])
+    assert torch.equal(together.logits[4], alone.logits[0])
+    assert torch.equal(together.confidence[4], alone.confidence[0])
+
+
+def answer(engine: Engine, ids: list[int], name: str, logits: list[torch.Tensor]) -> tuple[list[int], int]:
+    """Greedy tokens and cached prompt tokens; every step's logits are kept."""
+    run = engine.runner.run
+    engine.runner.run = lambda batch: logits.append(run(batch)) or logits[-1]
+    engine.add_request(Request(name, ids, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
+    tokens, cached = [], 0
+    while not tokens or not engine.idle:
+        for output in engine.step():
+            tokens += output.token_ids
+            cached = output.cached_tokens or cached
+    engine.runner.run = run
+    return tokens, cached
+
+
+def test_a_hit_gives_the_logits_of_a_miss(tiny):
+    engine = Engine(settings(tiny, spec=False, max_num_seqs=4, num_blocks=60), HiCacheConfig(size_gb=0.05))
+    engine.runner.native.wait()
+    ids = random_ids(random.Random(5), 620)
+    cold: list[torch.Tensor] = []
+    warm: list[torch.Tensor] = []
+    tokens, missed = answer(engine, ids, "cold", cold)
+    again, cached = answer(engine, ids, "warm", warm)
+    engine.close()
+    assert (missed, cached) == (0, 384)
+    assert again == tokens
+    assert torch.equal(torch.cat([rows for rows in cold if len(rows)]), torch.cat([rows for rows in warm if len(rows)]))
+
+
+def test_the_torch_path_refuses_to_promise_it(tiny):
+    from engine.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        ModelRunner(settings(tiny, enforce_eager=True, max_num_seqs=2, num_blocks=20))
