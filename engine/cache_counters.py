@@ -6,7 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.page_mover import PageMover
 from engine.request import Sequence
+from hicache.host_cache import HostCache
+from hicache.host_pool import Owner
 from hicache.policy import Miss
 
 
@@ -68,8 +71,8 @@ class CacheCounters:
         if skipped:
             self.store_skipped["pinned"] += skipped
 
-    def leaves(self) -> dict[str, Any]:
-        """The counters by their metric names."""
+    def leaves(self, tokens_used: int) -> dict[str, Any]:
+        """The counters by their metric names. tokens_used: that the arena holds now."""
         no_tier = {"hit_tokens_total": 0, "store_tokens_total": 0, "tokens_used": 0}
         return {
             "lookups_total": self.lookups,
@@ -83,7 +86,7 @@ class CacheCounters:
                 "host": {
                     "hit_tokens_total": self.hit_tokens - self.peer_tokens - self.disk_tokens,
                     "store_tokens_total": self.store_tokens,
-                    "tokens_used": 0,
+                    "tokens_used": tokens_used,
                 },
                 "peer": {**no_tier, "hit_tokens_total": self.peer_tokens},
                 "disk": {**no_tier, "hit_tokens_total": self.disk_tokens},
@@ -101,3 +104,25 @@ class CacheCounters:
             "states_written_total": dict(self.states_written),
             "state_hits_total": dict(self.state_hits),
         }
+
+
+def arena_leaves(cache: HostCache, mover: PageMover) -> dict[str, Any]:
+    """What the arena holds and what it has evicted."""
+    pool, num_pages = cache.pool, cache.pool.count(Owner.PAGE)
+    return {
+        "evictions_total": cache.evicted_pages,
+        "evicted_tokens_total": cache.evicted_pages * cache.page_tokens,
+        "evicted_frames_total": dict(cache.evicted_frames),
+        "frames": {
+            "free": pool.num_free,
+            "page": num_pages,
+            "state": pool.count(Owner.STATE),
+            "leased": pool.count(Owner.LEASED),
+            "absent": pool.count(Owner.ABSENT),
+        },
+        "states": cache.index.num_states,
+        "pinned_bytes": mover.pinned_bytes,
+        "pageable": int(mover.pinned_bytes == 0),
+        "arena_bytes": mover.arena.num_bytes,
+        "frame_bytes": mover.arena.frame_bytes,
+    }

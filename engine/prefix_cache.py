@@ -7,11 +7,13 @@ own stores. Copies are enqueued on the model's stream; a page is visible only af
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cache_counters import CacheCounters
+from engine.cache_counters import CacheCounters, arena_leaves
 from engine.cache_faults import COPY_FAULTS, flip
 from engine.cache_herd import Herd
 from engine.cache_sources import CacheSources
@@ -23,9 +25,10 @@ from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.explain import Explainer
 from hicache.host_cache import HostCache
-from hicache.host_pool import Owner
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
+from hicache.native import build_directory
+from hicache.native_keys import open_chain
 from hicache.peers import PeerMatch
 from hicache.policy import Miss, align_down, chunk_states, restore_cap
 from hicache.restore_budget import RestoreBudget
@@ -92,6 +95,10 @@ class PrefixCache:
         self._postponed: dict[int, int] = {}  # waiting sequence -> bytes that it would restore
         self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
+
+    def hash_compiled(self, build_dir: Path) -> None:
+        """Use the compiled hash of page keys from now on, if it can be had. From any thread: both give the same keys."""
+        self._keys.chain = open_chain(build_dir)
 
     # -- admission ---------------------------------------------------------------------------------------------------------
 
@@ -336,26 +343,16 @@ class PrefixCache:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, numbers only: the leaves of `prefix_cache` in the JSON metrics and the host cache's own."""
-        pool, index, size = self.cache.pool, self.cache.index, self._page_tokens
-        num_pages = pool.count(Owner.PAGE)
-        leaves = self.counters.leaves()
-        leaves["evictions_total"] = self.cache.evicted_pages
-        leaves["evicted_tokens_total"] = self.cache.evicted_pages * size
-        leaves["evicted_frames_total"] = dict(self.cache.evicted_frames)
-        leaves["tiers"]["host"]["tokens_used"] = num_pages * size
-        leaves["frames"] = {"free": pool.num_free, "page": num_pages, "state": pool.count(Owner.STATE), "leased": pool.count(Owner.LEASED)}
-        leaves["states"] = index.num_states
-        leaves["pinned_sequences"] = len(self._planned) + len(self._active)
-        leaves["held_requests"] = self._herd.num_held
-        leaves["pinned_bytes"] = self.mover.pinned_bytes
-        leaves["pageable"] = int(self.mover.pinned_bytes == 0)
-        leaves["arena_bytes"] = self.mover.arena.num_bytes
-        recovery = self.sources.recovery
-        leaves["recovered"] = {"pages": recovery.pages, "states": recovery.states, "dropped": recovery.dropped}
-        leaves["disk"] = self.sources.leaves()
-        leaves["disk_errors_total"] = leaves["disk"].pop("errors_total", {})
-        leaves["frame_bytes"] = self.mover.arena.frame_bytes
-        return leaves
+        recovery, disk = self.sources.recovery, self.sources.leaves()
+        return {
+            **self.counters.leaves(len(self.cache.index) * self._page_tokens),
+            **arena_leaves(self.cache, self.mover),
+            "pinned_sequences": len(self._planned) + len(self._active),
+            "held_requests": self._herd.num_held,
+            "recovered": {"pages": recovery.pages, "states": recovery.states, "dropped": recovery.dropped},
+            "disk_errors_total": disk.pop("errors_total", {}),
+            "disk": disk,
+        }
 
     def inject_fault(
         self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1, seconds: float = 0.005
@@ -396,4 +393,8 @@ def build_prefix_cache(
             hint="--hicache-size-gb 0, or --yoco-keep-tokens 140",
         )
     num_bytes = arena_bytes(config, kv.blocks.device.type, ranks)
-    return PrefixCache(config, kv, limits.fingerprint, limits.keep_tokens, num_bytes=num_bytes, home=home)
+    cache = PrefixCache(config, kv, limits.fingerprint, limits.keep_tokens, num_bytes=num_bytes, home=home)
+    if config.native_keys:
+        # It may have to be built first; until then Python hashes.
+        threading.Thread(target=cache.hash_compiled, args=(build_directory(config),), name="hicache-keys", daemon=True).start()
+    return cache

@@ -132,19 +132,19 @@ class FramePool:
         start = len(self._free) - count
         frames = self._free[start:].tolist()
         del self._free[start:]
-        owners = self._owner
+        owners, free, reserved = self._owner, int(Owner.FREE), int(Owner.RESERVED)  # looking the names up costs as much as the rest
         for frame in frames:
-            assert owners[frame] == Owner.FREE, f"frame {frame} is allocated twice"
-            owners[frame] = Owner.RESERVED
-        self._held[Owner.RESERVED] += count
+            assert owners[frame] == free, f"frame {frame} is allocated twice"
+            owners[frame] = reserved
+        self._held[reserved] += count
         return frames
 
     def assign(self, frames: Sequence[int], owner: Owner) -> None:
         """RESERVED frames become part of a page or a state."""
-        owners = self._owner
+        owners, reserved, new = self._owner, int(Owner.RESERVED), int(owner)
         for frame in frames:
-            assert owners[frame] == Owner.RESERVED, f"frame {frame} is {Owner(owners[frame]).name}, not RESERVED"
-            owners[frame] = owner
+            assert owners[frame] == reserved, f"frame {frame} is {Owner(owners[frame]).name}, not RESERVED"
+            owners[frame] = new
         self._held[Owner.RESERVED] -= len(frames)
         self._held[owner] += len(frames)
 
@@ -163,25 +163,27 @@ class FramePool:
         if self._on_free is not None:
             self._on_free(frames)
         kept = self._still_read(frames)
-        owners, held = self._owner, self._held
+        owners, held, free, last = self._owner, self._held, int(Owner.FREE), int(Owner.STATE)
         for frame in frames:
             owner = owners[frame]
-            assert owner not in (Owner.FREE, Owner.LEASED, Owner.ABSENT), f"frame {frame} is freed twice"
+            assert free < owner <= last, f"frame {frame} is freed twice"
             held[owner] -= 1
-            if frame in kept:
-                owners[frame] = Owner.LEASED
-                held[Owner.LEASED] += 1
-                self._waiting.append(frame)
-            else:
-                owners[frame] = Owner.FREE
-                self._free.append(frame)
+            owners[frame] = free
+        if not kept:
+            self._free.extend(frames)
+            return
+        self._free.extend(frame for frame in frames if frame not in kept)
+        for frame in kept:
+            owners[frame] = Owner.LEASED
+        held[Owner.LEASED] += len(kept)
+        self._waiting.extend(kept)
 
     def watch_leases(self, leased: Leased) -> None:
         """From now on frames that somebody else reads are not used again before that has finished."""
         self._leased.append(leased)
 
     def _still_read(self, frames: Sequence[int]) -> set[int]:
-        return {frame for leased in self._leased for frame in leased(frames)} if frames else set()
+        return {frame for leased in self._leased for frame in leased(frames)} if self._leased and frames else set()
 
     def collect_leased(self) -> None:
         """Take back the frames whose readers have finished."""

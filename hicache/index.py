@@ -271,24 +271,22 @@ class PrefixIndex:
             self.state_of,
         )
         freed: list[int] = []
-        page = succ[head]
-        while page != head and stamp[page] <= newest_stamp and len(freed) < need:
+        page, state = succ[head], NONE
+        while page != head and stamp[page] <= newest_stamp and len(freed) < need and state == NONE:
             assert children[page] == 0, f"page frame {page} is the least recent one and has children"
-            del by_key[bytes(stored[KEY_BYTES * page : KEY_BYTES * (page + 1)])]
+            at = KEY_BYTES * page
+            del by_key[bytes(stored[at : at + KEY_BYTES])]
             present[page] = 0
-            if parent_of[page] != NONE:
-                children[parent_of[page]] -= 1
+            parent = parent_of[page]
+            if parent != NONE:
+                children[parent] -= 1
             freed.append(page)
-            following = succ[page]
+            state, following = state_of[page], succ[page]
             prev[page] = succ[page] = NONE
             page = following
-            if state_of[freed[-1]] != NONE:
-                break
         succ[head] = page
         prev[page] = head
-        if freed and state_of[freed[-1]] != NONE:
-            freed += self.evict_state(state_of[freed[-1]])
-        return freed
+        return freed if state == NONE else freed + self.evict_state(state)
 
     def evict_state(self, state: int) -> list[int]:
         """Remove a state alone. Returns the frames to free."""

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 SCHEMA = 1  # bumped when the construction below changes
 
@@ -20,13 +20,25 @@ def lp(data: bytes) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
+def pack_tokens(tokens: Sequence[int]) -> array[int]:
     """Token ids as u32 little endian."""
     packed = array("I")
     packed.fromlist(tokens if isinstance(tokens, list) else list(tokens))  # twice as fast as array's own loop over any iterable
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed.tobytes()
+    return packed
+
+
+def hash_chain(root: bytes, tokens: array[int], page_tokens: int, extras: Mapping[int, bytes] | None = None) -> list[bytes]:
+    """Keys of all full pages of packed `tokens`: each is SHA-256(key before | tokens | extra). `native_keys` has the compiled twin."""
+    data, step, key, sha256 = tokens.tobytes(), 4 * page_tokens, root, hashlib.sha256
+    keys: list[bytes] = []
+    append = keys.append
+    for begin in range(0, len(data) // step * step, step):
+        page = key + data[begin : begin + step]
+        key = sha256(page + extras.get(begin // step, b"") if extras else page).digest()
+        append(key)
+    return keys
 
 
 def derive_salt(secret: bytes, key_id: str, field: str = "") -> str:
@@ -56,6 +68,7 @@ class KeySpace:
         assert page_tokens > 0, f"page_tokens is {page_tokens}"
         self.page_tokens = page_tokens
         self.epoch = 0
+        self.chain: Callable[[bytes, array[int], int], list[bytes]] | None = None  # the compiled twin of `hash_chain`, if there is one
         self._base = hashlib.sha256(
             b"hicache\0"
             + SCHEMA.to_bytes(4, "little")
@@ -95,12 +108,7 @@ class KeySpace:
 
         extras: page index -> bytes that also decide the page (image digests); every page that an image overlaps needs them.
         """
-        data, step = token_bytes(tokens), 4 * self.page_tokens
-        key, sha256 = self.tenant_root(salt), hashlib.sha256
-        keys: list[bytes] = []
-        append = keys.append
-        for begin in range(0, len(data) // step * step, step):
-            page = key + data[begin : begin + step]
-            key = sha256(page + extras.get(begin // step, b"") if extras else page).digest()
-            append(key)
-        return keys
+        root, packed = self.tenant_root(salt), pack_tokens(tokens)
+        if extras or self.chain is None:
+            return hash_chain(root, packed, self.page_tokens, extras)
+        return self.chain(root, packed, self.page_tokens)

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from hicache.errors import MachineError
 from hicache.gpu_transfer import PROBE_PAGES, BatchTransfer, BounceTransfer, KernelTransfer, ProbedTransfer, ProbeRow, probe
 from hicache.host_pool import HostArena
 from hicache.memory_node import ask_for_huge_pages, bind_to_node, huge_share, node_cpus, require_huge_pages, wanted_node
-from hicache.native import build_library
+from hicache.native import build_directory, build_library
 from hicache.pinning import PinnedArena, pin
 from hicache.transfer import CpuTransfer, Transfer
 
@@ -62,9 +61,8 @@ def open_transfer(config: HiCacheConfig, arena: HostArena, blocks: Tensor) -> Op
         return OpenTransfer(CpuTransfer(arena), arena.num_frames)
     if config.pin == "never":
         return OpenTransfer(BounceTransfer(arena), arena.num_frames)
-    build_dir = Path(config.build_dir) if config.build_dir else Path.home() / ".cache" / "dix" / "native"
     try:
-        library = build_library(build_dir, log.info)
+        library = build_library(build_directory(config), log.info)
         pinned = _place_and_pin(config, arena, library, blocks.device)
     except (BuildError, MachineError) as error:
         log.warning("host cache copies go through a bounce buffer: %s (%s)", error, error.hint)

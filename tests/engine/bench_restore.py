@@ -160,7 +160,9 @@ def interference(share: float, length: int, build_dir: Path, step: Callable[[], 
 
 def make_cache(build_dir: Path, share: float) -> PrefixCache:
     config = HiCacheConfig(build_dir=str(build_dir), pin="blocking", max_restore_share=share, herd_min_tokens=0)
-    return PrefixCache(config, SizedKV(1024), "bench", KEEP, num_bytes=ARENA_BYTES)  # type: ignore[arg-type]
+    cache = PrefixCache(config, SizedKV(1024), "bench", KEEP, num_bytes=ARENA_BYTES)  # type: ignore[arg-type]
+    cache.hash_compiled(build_dir)
+    return cache
 
 
 def main() -> int:

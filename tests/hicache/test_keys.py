@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.keys import KeySpace, derive_salt, lp
+from hicache.keys import KeySpace, derive_salt, hash_chain, lp, pack_tokens
+from hicache.native_keys import Chain, open_chain
 
 tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -68,3 +71,32 @@ def test_extra_bytes_change_their_page_and_all_later_ones() -> None:
 def test_a_clients_salt_is_added_to_the_derived_one_and_never_replaces_it() -> None:
     salts = [derive_salt(b"secret", *names) for names in (("k1",), ("k2",), ("k1", "x"), ("k2", "x"), ("k1x",))]
     assert len({*salts, "x", derive_salt(b"other", "k1")}) == 7
+
+
+@pytest.fixture(scope="module", params=["as this processor allows", "portable"])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    chain = open_chain(tmp_path_factory.mktemp("native"), portable=request.param == "portable")
+    if chain is None:
+        pytest.skip("no compiler, or no SHA instructions")
+    return chain
+
+
+@given(st.binary(min_size=32, max_size=32), tokens_lists, st.integers(1, 40))
+def test_compiled_chain_gives_the_same_keys(compiled: Chain, root: bytes, tokens: list[int], page_tokens: int) -> None:
+    packed = pack_tokens(tokens)
+    assert compiled(root, packed, page_tokens) == hash_chain(root, packed, page_tokens)
+
+
+def test_key_space_uses_the_compiled_chain_except_for_pages_with_extras(compiled: Chain) -> None:
+    plain, fast = space(page_tokens=128), space(page_tokens=128)
+    calls: list[int] = []
+    fast.chain = lambda root, tokens, size: calls.append(size) or compiled(root, tokens, size)  # type: ignore[func-returns-value]
+    tokens = list(range(1000))
+    assert fast.page_keys(tokens, "salt") == plain.page_keys(tokens, "salt")
+    assert fast.page_keys(tokens, extras={2: b"x"}) == plain.page_keys(tokens, extras={2: b"x"})
+    assert calls == [128]
+
+
+def test_without_a_compiler_keys_are_hashed_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert open_chain(tmp_path) is None
