@@ -13,6 +13,7 @@ from engine.models.config import TextConfig
 from engine.models.inputs import Rows
 from engine.models.numerics import Numerics
 from engine.models.packed_layers import AnyBlockLinear, AnyLinear, load_block_linear, load_linear
+from engine.ops.attention_inputs import attention_inputs
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotate_
 from engine.ops.row_attention import PackedKeys, row_attention
@@ -51,19 +52,21 @@ class Attention:
             numerics=numerics,
         )
 
-    def project(self, x: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [T, C]. Returns the query latent [T, q_lora_rank] and the rotated window key [T, D]."""
-        both = self.wq_a_wkv(x)
+    def project(
+        self, x: Tensor, rot: Tensor, cache: KVCache, ring: Tensor | None = None, places: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [T, C]. Returns the query latent [T, q_lora_rank] and the window keys [T, ...] as rings hold them.
+
+        ring: a ring that receives the keys at its rows `places` [T], None to store nothing.
+        """
+        both, eps = self.wq_a_wkv(x), self.text.rms_norm_eps
+        if self.numerics.packed_rows:
+            return attention_inputs(both, self.q_norm, self.kv_norm, rot, eps, ring, places)
         rank = self.text.q_lora_rank
-        latent = rms_norm(both[:, :rank], self.q_norm, self.text.rms_norm_eps)
-        return latent, self._window_key(both[:, rank:], rot)
-
-    def main_key(self, x: Tensor, rot: Tensor) -> Tensor:
-        """The window key alone, for inputs that ask no query. x: [T, C]; returns [T, D]."""
-        return self._window_key(self.wq_a_wkv(x)[:, self.text.q_lora_rank :], rot)
-
-    def _window_key(self, raw: Tensor, rot: Tensor) -> Tensor:
-        return rotate_(rms_norm(raw, self.kv_norm, self.text.rms_norm_eps), rot)
+        stored = cache.window_rows(rotate_(rms_norm(both[:, rank:], self.kv_norm, eps), rot))
+        if ring is not None and places is not None:
+            ring.index_copy_(0, places, stored)
+        return rms_norm(both[:, :rank], self.q_norm, eps), stored
 
     def attend(self, latent: Tensor, rot: Tensor, inverse: Tensor, sources: list[tuple[Tensor, Selection]]) -> Tensor:
         """latent: [T, q_lora_rank]; sources: keys and which of them each row sees. Returns the sublayer's output [T, C]."""
@@ -76,19 +79,18 @@ class Attention:
         return self.wo_b(self.wo_a(o.flatten(1)))
 
 
-def window_keys(key: Tensor, ring: int, rows: Rows, cache: KVCache) -> Tensor:
-    """The key rows that `rows.window` indexes, after storing the new keys. key: [T, D]. ring: layer, or layers + draft stage.
+def window_keys(stored: Tensor, ring: Tensor, rows: Rows) -> Tensor:
+    """The key rows that `rows.window` indexes when they are not the ring's, after storing the new ones. stored: [T, ...], ring: its rows.
 
     A chunk may be longer than the ring: its keys are then read beside the ring, and old ones before they are overwritten.
     """
-    stored = cache.window_rows(key)
-    keys = cache.rings[ring]
+    keys = ring
     if rows.history is not None:
-        keys = torch.cat((keys.index_select(0, rows.history), stored)) if len(rows.history) else stored
-    store_window(stored, ring, rows, cache)
+        keys = torch.cat((ring.index_select(0, rows.history), stored)) if len(rows.history) else stored
+    store_window(stored, ring, rows)
     return keys
 
 
-def store_window(stored: Tensor, ring: int, rows: Rows, cache: KVCache) -> None:
-    """Put keys into their places of a ring. stored: [T, ...] as `KVCache.window_rows` returns them."""
-    cache.rings[ring].index_copy_(0, rows.store_slots, stored if rows.store_rows is None else stored.index_select(0, rows.store_rows))
+def store_window(stored: Tensor, ring: Tensor, rows: Rows) -> None:
+    """Put keys into their places of a ring. stored: [T, ...] as rings hold them."""
+    ring.index_copy_(0, rows.store_slots, stored if rows.store_rows is None else stored.index_select(0, rows.store_rows))

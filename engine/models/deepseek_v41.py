@@ -192,13 +192,19 @@ class DeepseekV41:
         rows = state.rows
         assert rows is not None
         rot = rows.rotations.of(ratio)
-        latent, key = block.attention.project(x, rot)
+        ring = cache.rings[number]
+        if rows.history is None and rows.store_rows is None:
+            latent, _ = block.attention.project(x, rot, cache, ring, rows.store_slots)
+            keys = ring
+        else:
+            latent, stored = block.attention.project(x, rot, cache)
+            keys = window_keys(stored, ring, rows)
         compressed = number == text.boundary and inputs.kept is not None
         if layer.compressor is not None and not compressed:
             layer.compressor(x, inputs.entries[ratio], cache)
         if layer.indexer is not None:
             state.picks = layer.indexer(x, latent, rows, inputs, cache, state.picks, probe)
-        sources = [(window_keys(key, number, rows, cache), rows.window)]
+        sources = [(keys, rows.window)]
         if ratio and state.picks is not None:
             sources.append((cache.kv_rows, state.picks.selection))
         y = block.attention.attend(latent, rot, rows.rotations.inverse_of(ratio), sources)

@@ -85,7 +85,8 @@ class DraftModel:
         """Extend every stage's window ring. taps: [T, targets * C] of the rows in `rows`."""
         x = rms_norm(self.main_proj(taps), self.main_norm, self.text.rms_norm_eps)
         for ring, stage in enumerate(self.stages, start=self.text.num_hidden_layers):
-            store_window(cache.window_rows(stage.attention.main_key(x, rows.rotations.plain)), ring, rows, cache)
+            _, stored = stage.attention.project(x, rows.rotations.plain, cache)
+            store_window(stored, cache.rings[ring], rows)
 
     def __call__(
         self, slices: list[DraftSlice], backbone: DeepseekV41, cache: KVCache, frequencies: Tensor, choose: Choose | None = None
@@ -119,8 +120,8 @@ class DraftModel:
 
     def _run_stage(self, stage: Block, streams: Streams, rot: Tensor, cache: KVCache, ring: int, seen: tuple[Selection, Selection]) -> None:
         entered = stage.enter(streams)
-        latent, key = stage.attention.project(entered.x, rot)
-        sources = [(cache.rings[ring], seen[0]), (cache.window_rows(key), seen[1])]
+        latent, stored = stage.attention.project(entered.x, rot, cache)
+        sources = [(cache.rings[ring], seen[0]), (stored, seen[1])]
         y = stage.attention.attend(latent, rot, rot.conj_physical(), sources)
         stage.feed_forward(y, entered, streams, -1)
 
