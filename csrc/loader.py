@@ -59,13 +59,22 @@ def load(library: Library, cache_dir: Path, on_progress: Progress | None = None)
     return ctypes.CDLL(str(build(library, cache_dir, on_progress)))
 
 
-def build(library: Library, cache_dir: Path, on_progress: Progress | None = None) -> Path:
-    """Path of the built library. Raises BuildError."""
+def built_path(library: Library, cache_dir: Path) -> Path:
+    """Where the library is, or will be. Raises BuildError: no compiler, which is needed to tell."""
+    return cache_dir / f"{library.name}-{content_hash(library, _compiler(library))}.so"
+
+
+def _compiler(library: Library) -> str:
     compiler = shutil.which(library.compiler)
     if compiler is None:
         raise BuildError(f"{library.name} needs the compiler {library.compiler}, which is not in PATH", hint=f"install {library.compiler}")
+    return compiler
+
+
+def build(library: Library, cache_dir: Path, on_progress: Progress | None = None) -> Path:
+    """Path of the built library. Raises BuildError."""
+    compiler, target = _compiler(library), built_path(library, cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    target = cache_dir / f"{library.name}-{content_hash(library, compiler)}.so"
     if target.exists():
         return target
     with _locked(cache_dir / f"{library.name}.lock"):

@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from csrc.loader import BuildError
 from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
-from engine.cuda_graph import Recorder, RecordingReport, bucket_sizes
+from engine.cuda_graph import CudaRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
 from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
 from engine.kv_cache import CacheShape, KVCache, block_bytes
@@ -36,6 +35,7 @@ from engine.ops.rope import plain_frequencies, yarn_frequencies
 from engine.parallel.expert_exchange import ExpertExchange
 from engine.parallel.expert_setup import make_exchange
 from engine.recorded_steps import RecordedDecode, RecordedDraft
+from engine.runner_choices import keeps_packed_weights, why_not_recorded
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class ModelRunner:
         chosen = select(config.ops, device)
         log.debug("ops: %s", chosen)
         packed_rows = config.cache_rows == "packed" or (config.cache_rows == "auto" and device == "cuda")
-        numerics = Numerics.of(precision, _keeps_packed_weights(config, model, precision, device, chosen), packed_rows)
+        numerics = Numerics.of(precision, keeps_packed_weights(config, model, precision, device, chosen), packed_rows)
         self.config, self.model_config = config, model
         self._exchange = make_exchange(config, model.text, numerics, device, group)
         self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress, self._exchange)
@@ -107,8 +107,13 @@ class ModelRunner:
         self._inputs = InputBuilder(model.text, self.kv, self.token_map, *self.frequencies)
         self._decode: RecordedDecode | None = None
         self._drafts: RecordedDraft | None = None
+        reason = why_not_recorded(config, numerics, device, chosen)
+        if recorder is None and not reason:
+            recorder = CudaRecorder()
         if recorder is not None and self._exchange is None:
             self._record(recorder)
+        elif device == "cuda":
+            log.info("steps are not recorded: %s", reason)
 
         agreement = _PathAgreement(self._exchange)
 
@@ -236,46 +241,6 @@ class ModelRunner:
                 return DraftOutput(*native.propose(slices, states, logits), logits.unflatten(0, (len(slices), -1)))
             return self._draft.propose(states, torch.tensor([s.token_id for s in slices]), logits, choose)
         return self._draft(slices, self.backbone, self.kv, self.frequencies[0], choose)
-
-
-def _keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Precision, device: str, ops: dict[str, str]) -> bool:
-    """Whether quantised weights stay as stored. Raises: ConfigError when they cannot although they shall."""
-    if config.weights == "dense":
-        return False
-    if precision in (Precision.F, Precision.FQ):
-        reason = f"precision {precision} computes in fp32"
-    elif not model.quantized:
-        reason = "the checkpoint is not quantised"
-    elif config.weights == "auto" and (device != "cuda" or ops["packed_experts"] == "reference"):
-        reason = "there is no kernel for packed weights here"
-    else:
-        return True
-    if config.weights == "packed":
-        raise ConfigError(f"engine.weights is packed but {reason}", hint="--set engine.weights=auto")
-    log.info("weights are decoded at start: %s", reason)
-    return False
-
-
-class _PathAgreement:
-    """Ranks that share experts run compiled steps together or not at all. Each casts one vote while the runners are made."""
-
-    def __init__(self, exchange: ExpertExchange | None) -> None:
-        self._exchange = exchange
-        self._reached = False
-
-    def reach(self, ready: bool) -> None:
-        """Raises BuildError when this rank is ready and another is not."""
-        if self._exchange is None:
-            return
-        self._reached = True
-        [somebody_waits] = self._exchange.group.max([int(not ready)])
-        if ready and somebody_waits:
-            raise BuildError("another rank cannot run compiled steps", hint="see its log")
-
-    def conclude(self, native: NativeStart) -> None:
-        """Tell the others about a failure before the vote."""
-        if native.model is None and not self._reached:
-            self.reach(False)
 
 
 def _load(

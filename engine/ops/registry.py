@@ -6,6 +6,7 @@ The choice is made once at start-up (`select`), not per call. Asking for a backe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,6 +42,14 @@ class Op:
         """Implementations that exist, the best first."""
         return [*(name for name in self._kernels if name in available_kernels()), "reference"]
 
+    @property
+    def has_kernels(self) -> bool:
+        return bool(self._kernels)
+
+    def missing(self) -> list[str]:
+        """Why kernels that exist for this op cannot be used on this machine; empty when all can."""
+        return [_MISSING[name] for name in self._kernels if name not in available_kernels()]
+
     def use(self, backend: str) -> None:
         """Select an implementation.
 
@@ -55,6 +64,18 @@ class Op:
             module, function = self._kernels[backend].split(":")
             self._run = getattr(import_module(module), function)
         self.backend = backend
+
+
+_MISSING = {"cuda": "nvcc is not in PATH", "triton": "triton is not installed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Which implementation an op uses, and why it is that one."""
+
+    op: str
+    backend: str
+    why: str
 
 
 @cache
@@ -80,6 +101,22 @@ def select(choice: str, device: str) -> dict[str, str]:
             raise ConfigError(f"engine.ops names unknown op {name!r}", hint=f"known: {', '.join(sorted(_OPS))}")
         _OPS[name].use(backend)
     return {name: op.backend for name, op in sorted(_OPS.items())}
+
+
+def explain(choice: str, device: str) -> list[Explained]:
+    """The outcome of `select` with its reasons. Raises: as `select`."""
+    asked = {pair.strip().partition(":")[0] for pair in choice.split(",")} if choice != "auto" else set()
+    return [Explained(name, backend, _why(_OPS[name], backend, device, name in asked)) for name, backend in select(choice, device).items()]
+
+
+def _why(op: Op, backend: str, device: str, asked: bool) -> str:
+    if asked:
+        return "asked for by engine.ops"
+    if not op.has_kernels:
+        return "the only implementation"
+    if device != "cuda":
+        return "kernels need a GPU"
+    return "; ".join(op.missing()) or ("the best here" if backend == op.backends()[0] else "")
 
 
 def check(condition: bool, op: str, **tensors: Tensor) -> None:

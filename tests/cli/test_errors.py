@@ -168,6 +168,7 @@ def test_doctor_says_why_the_cpu_runs_eagerly(tmp_path: Path, monkeypatch: pytes
 
 
 def test_doctor_lists_the_kernel_of_every_operation(dix: Dix) -> None:
-    table = {row["op"]: row["backend"] for row in dix("doctor", "--ops", "--json").json["ops"]}
-    assert table["rms_norm"] in ("reference", "triton", "cuda")
+    table = {row["op"]: row for row in dix("doctor", "--ops", "--json").json["ops"]}
+    assert table["rms_norm"]["backend"] in ("reference", "triton", "cuda")
+    assert all(row["why"] and row["compiled"] for row in table.values())
     assert len(table) > 5

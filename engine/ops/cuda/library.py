@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from csrc.loader import Library, bind, load
+from csrc.loader import Library, bind, built_path, load
 from engine.native_library import default_build_dir
 
 SOURCES = ("kernels/packed_gemm.cu", "kernels/packed_tiles.cu", "kernels/expert_lists.cu", "kernels/expert_sum.cu")
@@ -56,9 +56,18 @@ def kernels(device: int, build_dir: Path | None = None) -> Kernels:
     Raises:
         BuildError: no nvcc, or its first error.
     """
+    library = load(_library(device), build_dir or default_build_dir())
+    return Kernels.of(library, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_built(device: int, build_dir: Path | None = None) -> bool:
+    """Whether `kernels` would return without compiling. Raises BuildError: there is no nvcc, which is needed to tell."""
+    return built_path(_library(device), build_dir or default_build_dir()).exists()
+
+
+def _library(device: int) -> Library:
     properties = torch.cuda.get_device_properties(device)
-    library = load(Library("packed_gemm", SOURCES, f"sm_{properties.major}{properties.minor}"), build_dir or default_build_dir())
-    return Kernels.of(library, properties.multi_processor_count)
+    return Library("packed_gemm", SOURCES, f"sm_{properties.major}{properties.minor}")
 
 
 def check_launch(status: int, what: str) -> None:

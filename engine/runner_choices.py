@@ -1,0 +1,47 @@
+"""What a runner decides once at start: whether weights stay packed, and whether decode steps are recorded. Each with its reason."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.config import EngineConfig, Precision
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+from engine.models.numerics import Numerics
+
+log = logging.getLogger(__name__)
+
+# Ops whose references read results on the host, which a recorded step cannot.
+_RECORDED_OPS = ("packed_experts", "index_search", "row_attention")
+
+
+def keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Precision, device: str, ops: dict[str, str]) -> bool:
+    """Whether quantised weights stay as stored. ops: op -> backend. Raises: ConfigError when they cannot although they shall."""
+    if config.weights == "dense":
+        return False
+    if precision in (Precision.F, Precision.FQ):
+        reason = f"precision {precision} computes in fp32"
+    elif not model.quantized:
+        reason = "the checkpoint is not quantised"
+    elif config.weights == "auto" and (device != "cuda" or ops["packed_experts"] == "reference"):
+        reason = "there is no kernel for packed weights here"
+    else:
+        return True
+    if config.weights == "packed":
+        raise ConfigError(f"engine.weights is packed but {reason}", hint="--set engine.weights=auto")
+    log.info("weights are decoded at start: %s", reason)
+    return False
+
+
+def why_not_recorded(config: EngineConfig, numerics: Numerics, device: str, ops: dict[str, str]) -> str:
+    """Why decode steps stay eager; "" when they can be recorded. ops: op -> backend."""
+    if device != "cuda":
+        return f"the device is {device}"
+    if config.enforce_eager:
+        return "engine.enforce_eager is set"
+    if config.ep > 1:
+        return "experts are exchanged between ranks"
+    if not (numerics.packed_rows and numerics.packed_weights):
+        return "weights or cache rows are not packed"
+    slow = [op for op in _RECORDED_OPS if ops.get(op, "reference") == "reference"]
+    return f"no kernel for {', '.join(slow)}" if slow else ""
