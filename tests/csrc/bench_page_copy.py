@@ -1,4 +1,4 @@
-"""Speed of page copies over the bus on a GPU: `python -m tests.csrc.bench_page_copy [--out DIR] [--variants]`.
+"""Speed of page copies over the bus on a GPU: `python -m tests.csrc.bench_page_copy [--out DIR] [--variants NAME]`.
 
 Ceilings are one large pinned copy per direction, measured in the same process. Rows are scattered on both sides. Without `--variants`
 only the product's engines are measured; with it also every kernel of `page_copy_variants.cu`, its block counts and kinds of memory.
@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import mmap
+import os
 import random
 import statistics
 import sys
@@ -171,10 +172,11 @@ class Bench:
         return count * self.row_bytes / device_ms(lambda: self.run(variant, direction, num_blocks, count), rounds) / 1e6
 
 
-def compare_variants(report: Report, ceilings: dict[str, float], library: ctypes.CDLL, build_dir: Path) -> None:
+def compare_variants(report: Report, ceilings: dict[str, float], library: ctypes.CDLL, build_dir: Path, beginning: str) -> None:
     variants = load(VARIANTS, build_dir)
     variants.dix_variant_name.restype = ctypes.c_char_p
     names = [variants.dix_variant_name(i).decode() for i in range(variants.dix_variant_count())]
+    chosen = [i for i, name in enumerate(names) if beginning == "all" or name.startswith(beginning)]
     for kind in ("torch", "private", "shared"):
         bench = Bench(kind, PAGE_BYTES, 1024, variants, library)
         for direction in DIRECTIONS:
@@ -184,7 +186,8 @@ def compare_variants(report: Report, ceilings: dict[str, float], library: ctypes
     benches = [Bench("huge", row_bytes, count, variants, library) for row_bytes, count in ((PAGE_BYTES, 1024), (PIECE_BYTES, 4096))]
     for bench in benches:
         report.add("huge_share", bench.host.huge_share, "1", row_bytes=bench.row_bytes)
-        for variant, name in enumerate(names):
+        for variant in chosen:
+            name = names[variant]
             if not bench.exact(variant, 8):
                 report.add("wrong_bytes", 1, "variants", variant=name, row_bytes=bench.row_bytes)
                 continue
@@ -230,7 +233,11 @@ def product(report: Report, ceilings: dict[str, float], library: ctypes.CDLL) ->
                 gb_s = count * row_bytes / wall_ms(copy, 9) / 1e6
                 share = gb_s / ceilings[direction]
                 report.add("gate", share, "of pinned", row_bytes=row_bytes, rows=count, direction=direction, gb_s=round(gb_s, 2))
-                table.append(f"{row_bytes:7} B x {count:5} {direction:3} {gb_s:6.1f} of {ceilings[direction]:.1f} GB/s = {share:.3f}")
+                on_device = count * row_bytes / device_ms(copy, 9) / 1e6 / ceilings[direction]
+                report.add("gate_device", on_device, "of pinned", row_bytes=row_bytes, rows=count, direction=direction)
+                table.append(
+                    f"{row_bytes:7} B x {count:5} {direction:3} {gb_s:6.1f} of {ceilings[direction]:.1f} GB/s = {share:.3f}, on the device {on_device:.3f}"
+                )
         if row_bytes == PAGE_BYTES:
             table += one_page(report, engine, device)
         torch.cuda.synchronize()
@@ -270,22 +277,23 @@ def one_page(report: Report, engine: KernelTransfer, device: Tensor) -> list[str
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--variants", default="", help="beginning of the names of kernels to compare, or all")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU", file=sys.stderr)
         return 3
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-    report = Report(options.out / "page_copy.json" if options.out is not None else None)
-    with tempfile.TemporaryDirectory() as scratch, torch.cuda.stream(torch.cuda.Stream()):
-        library = build_library(Path(scratch))
+    report = Report(options.out / f"page_copy_{options.variants or 'product'}.json" if options.out is not None else None)
+    build_dir = Path(tempfile.gettempdir()) / f"dix-bench-{os.getuid()}"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        library = build_library(build_dir)
         ceilings = {direction: ceiling_gb_s(direction) for direction in DIRECTIONS}
         for direction, gb_s in ceilings.items():
             report.add("ceiling", gb_s, "GB/s", direction=direction)
-        table = product(report, ceilings, library)
+        table = [] if options.variants else product(report, ceilings, library)
         if options.variants:
-            compare_variants(report, ceilings, library, Path(scratch))
+            compare_variants(report, ceilings, library, build_dir, options.variants)
         print("\n".join(["", *table]))
     return 0
 
