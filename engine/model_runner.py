@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from csrc.loader import BuildError
 from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, Recorder, RecordingReport, bucket_sizes
@@ -241,6 +242,28 @@ class ModelRunner:
                 return DraftOutput(*native.propose(slices, states, logits), logits.unflatten(0, (len(slices), -1)))
             return self._draft.propose(states, torch.tensor([s.token_id for s in slices]), logits, choose)
         return self._draft(slices, self.backbone, self.kv, self.frequencies[0], choose)
+
+
+class _PathAgreement:
+    """Ranks that share experts run compiled steps together or not at all. Each casts one vote while the runners are made."""
+
+    def __init__(self, exchange: ExpertExchange | None) -> None:
+        self._exchange = exchange
+        self._reached = False
+
+    def reach(self, ready: bool) -> None:
+        """Raises BuildError when this rank is ready and another is not."""
+        if self._exchange is None:
+            return
+        self._reached = True
+        [somebody_waits] = self._exchange.group.max([int(not ready)])
+        if ready and somebody_waits:
+            raise BuildError("another rank cannot run compiled steps", hint="see its log")
+
+    def conclude(self, native: NativeStart) -> None:
+        """Tell the others about a failure before the vote."""
+        if native.model is None and not self._reached:
+            self.reach(False)
 
 
 def _load(
