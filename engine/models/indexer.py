@@ -16,6 +16,7 @@ from engine.models.packed_layers import AnyLinear, load_linear
 from engine.models.probe import Probe
 from engine.ops.candidate_blocks import candidate_blocks
 from engine.ops.index_scores import index_scores
+from engine.ops.index_search import IndexQuery, PagedIndexKeys, ascending, index_search, place_entries
 from engine.ops.q4_index import q4_index
 from engine.ops.rope import rotate_
 from engine.ops.select_topk import select_topk
@@ -27,7 +28,9 @@ _GROUP_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """Outcome of an index source for all rows. selection: rows of the cache's kv view. candidates: [T, blocks] bool or None for all."""
+    """Outcome of an index source for all rows. selection: rows of the cache's kv view. candidates: blocks, None for all; [T, blocks] bool,
+    or int32 [T, C] ascending with -1 behind when rows are packed.
+    """
 
     selection: Selection
     candidates: Tensor | None
@@ -70,26 +73,49 @@ class Indexer:
         if num_entries <= self.text.index_topk and not filtered:
             entries = torch.arange(num_entries, device=x.device).expand(len(rows), -1)
             index, kept = entries.masked_fill(entries >= count[:, None], -1), None
+        elif self.numerics.packed_rows:
+            index, kept = self._search_packed(x, qr, rows, inputs, cache, allowed, filtered)
         else:
             index, kept = self._search(x, qr, rows, inputs, cache, allowed, filtered)
         if probe is not None:
             probe.record("index", self.layer, index)
             if kept is not None:
-                probe.record("candidate_blocks", self.layer, kept)
+                probe.record("candidate_blocks", self.layer, self._as_mask(kept, num_entries))
         selection = self._locate(index, rows, inputs, cache, ratio)
         # Later sources of the same candidate source are restricted likewise, whatever lies between.
         return Picks(selection, kept if publishes else (earlier.candidates if earlier is not None else None))
 
+    def _query(self, x: Tensor, qr: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Rotated and rounded queries [T, Hi, Di], and the weights of their heads [T, Hi]."""
+        text = self.text
+        q = rotate_(self.wq_b(qr).unflatten(-1, (text.index_n_heads, text.index_head_dim)), rows.rotations.scaled)
+        weights = self.weights_proj(x) * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
+        return q4_index(q) if self.numerics.quantize_kv else q, weights
+
+    def _search_packed(
+        self, x: Tensor, qr: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, allowed: Tensor | None, filtered: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same over packed index keys, without a look at the host. Candidate blocks are ascending lists [T, C] with -1 behind."""
+        text, ratio, layout = self.text, self.text.ratio(self.layer), cache.layout
+        owner = text.kv_owner(self.layer)
+        keys = PagedIndexKeys(cache.blocks, layout.index_offset[owner], layout.entries[owner], inputs.block_table)
+        query = IndexQuery(*self._query(x, qr, rows), rows.seq, rows.visible[ratio])
+        num_kept = text.candidate_topk_blocks if filtered else 0
+        return index_search(query, keys, inputs.max_visible[ratio], text.index_topk, allowed, text.candidate_block_size, num_kept)
+
+    def _as_mask(self, kept: Tensor, num_entries: int) -> Tensor:
+        """Candidate blocks as [T, blocks] bool."""
+        if kept.dtype is torch.bool:
+            return kept
+        mask = kept.new_zeros(len(kept), -(-num_entries // self.text.candidate_block_size) + 1, dtype=torch.bool)
+        return mask.scatter_(1, kept.long() + 1, True)[:, 1:]
+
     def _search(
         self, x: Tensor, qr: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, allowed: Tensor | None, filtered: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Score, filter and select, group by group. Returns entry numbers [T, K] (-1 absent) and candidate blocks."""
+        """Score, filter and select, group by group. Returns entry numbers [T, K] (-1 absent) and candidate blocks [T, blocks] bool."""
         text, count = self.text, rows.visible[self.text.ratio(self.layer)]
-        q = self.wq_b(qr).unflatten(-1, (text.index_n_heads, text.index_head_dim))
-        q = rotate_(q, rows.rotations.scaled)
-        if self.numerics.quantize_kv:
-            q = q4_index(q)
-        weights = self.weights_proj(x) * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
+        q, weights = self._query(x, qr, rows)
         num_entries = inputs.max_visible[text.ratio(self.layer)]
         size = text.candidate_block_size
         picked = torch.full((len(rows), min(text.index_topk, num_entries)), -1, dtype=torch.int64, device=x.device)
@@ -112,7 +138,8 @@ class Indexer:
                 if allowed is not None:
                     mask = allowed[begin:end].repeat_interleave(size, 1)[:, : scores.shape[1]]
                     scores = scores.masked_fill_(~mask, float("-inf"))
-                best = select_topk(scores, text.index_topk)
+                # In a fixed order, so that sums over picked entries do not depend on how they were found.
+                best = ascending(select_topk(scores, text.index_topk))
                 picked[begin:end, : best.shape[1]] = best
         return picked, kept
 
@@ -139,10 +166,5 @@ class Indexer:
 
     def _locate(self, index: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, ratio: int) -> Selection:
         """From entry numbers to rows of the cache's kv view."""
-        per_block = cache.block_size // ratio
-        absent = index < 0
-        entry = index.clamp(min=0)
-        block = entry.div(per_block, rounding_mode="floor")
-        base = inputs.block_table[rows.seq[:, None], block] * cache.layout.kv_stride
-        place = base + (entry - block * per_block + cache.layout.kv_offset[self.text.kv_owner(self.layer)])
-        return Selection.of(place.masked_fill_(absent, -1))
+        offset = cache.layout.kv_offset[self.text.kv_owner(self.layer)]
+        return Selection(place_entries(index, rows.seq, inputs.block_table, cache.block_size // ratio, cache.layout.kv_stride, offset))

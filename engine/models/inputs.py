@@ -192,7 +192,6 @@ class InputBuilder:
             offset = (span.begins - span.starts + loads.size)[seq][:, None]
             old = (seq * (window - 1) - span.starts[seq] + window - 1)[:, None]
             index = keys + np.where(keys >= span.starts[seq][:, None], offset, old)
-        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
         store = (pos >= np.maximum(span.ends - ring, rect)[seq]).nonzero()[0]
         positions = self._tensor(pos)
         return Rows(
@@ -201,11 +200,7 @@ class InputBuilder:
             bounds=list(zip(span.begins.tolist(), (span.begins + span.lens).tolist(), strict=True)),
             rotations=self._rotations(positions),
             history=history,
-            window=Selection(
-                self._tensor(np.where(visible, index, 0)),
-                torch.from_numpy(bias).to(self._device)[:, None],
-                torch.from_numpy(np.where(visible, index, -1).astype(np.int32)).to(self._device),
-            ),
+            window=Selection(torch.from_numpy(np.where(visible, index, -1).astype(np.int32)).to(self._device)),
             store_rows=None if len(store) == len(pos) else self._tensor(store),
             store_slots=self._tensor((slots[seq] * ring + pos % ring)[store]),
             visible={r: (positions + 1).div(r, rounding_mode="floor") for r in self._ratios},

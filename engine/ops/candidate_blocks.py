@@ -23,14 +23,19 @@ def candidate_blocks(scores: Tensor, count: Tensor, num_kept: int, block_size: i
 
 
 def _reference(scores: Tensor, count: Tensor, num_kept: int, block_size: int) -> Tensor:
-    best = pad(scores, (0, -scores.shape[1] % block_size), value=float("-inf")).unflatten(1, (-1, block_size)).amax(-1)
-    newest = (count - 1).div(block_size, rounding_mode="floor")
-    block = torch.arange(best.shape[1], device=scores.device)
-    best = best.masked_fill(block == newest[:, None], float("inf"))
+    best = best_of_blocks(scores, count, block_size)
     picked = select_topk(best, num_kept)
     # Column 0 collects the absent picks and is dropped.
     kept = torch.zeros(best.shape[0], best.shape[1] + 1, dtype=torch.bool, device=scores.device)
     return kept.scatter_(1, picked + 1, True)[:, 1:]
+
+
+def best_of_blocks(scores: Tensor, count: Tensor, block_size: int) -> Tensor:
+    """[T, N] scores -> [T, blocks] best score of each block; the newest block of a row is +inf."""
+    best = pad(scores, (0, -scores.shape[1] % block_size), value=float("-inf")).unflatten(1, (-1, block_size)).amax(-1)
+    newest = (count - 1).div(block_size, rounding_mode="floor")
+    block = torch.arange(best.shape[1], device=scores.device)
+    return best.masked_fill(block == newest[:, None], float("inf"))
 
 
 CANDIDATE_BLOCKS = Op("candidate_blocks", reference=_reference, tolerance=Tolerance())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,24 +12,28 @@ from engine.ops.tolerance import Tolerance
 _CHUNK_BYTES = 8 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rows of a key tensor each query sees.
+    """Which rows of a key tensor each query sees. signed: [T, K] int32, -1 for absent entries; what kernels read."""
 
-    index: [T, K] int64, absent entries point at row 0. bias: [T, 1, K] fp32, 0 for keys and -inf for absent entries.
-    signed: [T, K] int32, absent entries are -1; what kernels read.
-    """
+    __slots__ = ("_plain", "signed")
 
-    index: Tensor
-    bias: Tensor
-    signed: Tensor
+    def __init__(self, signed: Tensor) -> None:
+        self.signed = signed
+        self._plain: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of(index: Tensor) -> Selection:
-        """From indices with -1 for absent entries."""
-        absent = index < 0
-        bias = torch.zeros(index.shape, device=index.device).masked_fill_(absent, float("-inf"))
-        return Selection(index.masked_fill(absent, 0), bias[:, None], index.int())
+        """From indices of any integer type with -1 for absent entries."""
+        return Selection(index.int())
+
+    @property
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """index: [T, K] int64, absent entries point at row 0; bias: [T, 1, K] fp32, 0 for keys and -inf for absent entries. Made once."""
+        if self._plain is None:
+            absent = self.signed < 0
+            bias = torch.zeros(absent.shape, device=absent.device).masked_fill_(absent, float("-inf"))
+            self._plain = (self.signed.long().masked_fill_(absent, 0), bias[:, None])
+        return self._plain
 
 
 def sparse_attention(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
@@ -46,21 +48,22 @@ def sparse_attention(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: T
 
 
 def _reference(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
-    num_keys = sum(s.index.shape[1] for _, s in sources)
+    plain = [(rows, *selection.plain) for rows, selection in sources]
+    num_keys = sum(index.shape[1] for _, index, _ in plain)
     step = max(1, _CHUNK_BYTES // max(1, 4 * num_keys * q.shape[2]))
     if q.shape[0] <= step:
-        return _attend(q, sources, sink, scale)
+        return _attend(q, plain, sink, scale)
     parts = []
     for begin in range(0, q.shape[0], step):
-        rows = slice(begin, begin + step)
-        parts.append(_attend(q[rows], [(k, Selection(s.index[rows], s.bias[rows], s.signed[rows])) for k, s in sources], sink, scale))
+        part = slice(begin, begin + step)
+        parts.append(_attend(q[part], [(rows, index[part], bias[part]) for rows, index, bias in plain], sink, scale))
     return torch.cat(parts)
 
 
-def _attend(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, sources: list[tuple[Tensor, Tensor, Tensor]], sink: Tensor, scale: float) -> Tensor:
     query, width = q.float(), q.shape[2]
-    keys = [rows.index_select(0, s.index.flatten()).view(*s.index.shape, width).float() for rows, s in sources]
-    logits = [torch.baddbmm(s.bias, query, k.transpose(1, 2), alpha=scale) for k, (_, s) in zip(keys, sources, strict=True)]
+    keys = [rows.index_select(0, index.flatten()).view(*index.shape, width).float() for rows, index, _ in sources]
+    logits = [torch.baddbmm(bias, query, k.transpose(1, 2), alpha=scale) for k, (_, _, bias) in zip(keys, sources, strict=True)]
     logits.append(sink[None, :, None].expand(q.shape[0], -1, 1))
     weights = torch.cat(logits, -1).softmax(-1)
     out: Tensor | None = None
