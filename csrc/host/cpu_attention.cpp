@@ -13,29 +13,43 @@ constexpr int kVectors = 2;  // vectors of output channels per pass over the key
 constexpr int kVectors = 1;
 #endif
 
-// out[key] = q . key for kLanes heads. q: [dim, kLanes]. One sum in ascending order: some fake-quantised window keys of the reference
-// vectors lie on a rounding edge, and the reference's own side of it is the one that this order reaches. Check them after a change.
-void score(const float* q, const float* const* keys, int dim, F8* out) {
-    F8 total[kKeys] = {};
+// out[key] = q . key for as many heads as V has lanes. q: [dim, lanes]. One sum in ascending order: some fake-quantised window keys of the
+// reference vectors lie on a rounding edge, and the reference's own side of it is the one that this order reaches. Check them after a change.
+template <class V>
+void score(const float* q, const float* const* keys, int dim, V* out) {
+    constexpr int kWidth = sizeof(V) / sizeof(float);
+    V total[kKeys] = {};
     for (int d = 0; d < dim; ++d) {
-        const F8 query = load<F8>(q + d * kLanes);
-        for (int j = 0; j < kKeys; ++j) total[j] = fma(query, splat<F8>(keys[j][d]), total[j]);
+        const V query = load<V>(q + d * kWidth);
+        for (int j = 0; j < kKeys; ++j) total[j] = fma(query, splat<V>(keys[j][d]), total[j]);
     }
     for (int j = 0; j < kKeys; ++j) out[j] = total[j];
 }
 
-// Weighted sum of keys for kLanes heads, channels [first, first + 16 * kVectors). weights: [count, kLanes].
-void weigh(const float* weights, const float* const* keys, int count, int first, F16 out[kLanes][kVectors]) {
+// Weighted sum of keys for kLanes heads, channels [first, first + 16 * kVectors). weights: kLanes per key, at a distance of `stride`.
+void weigh(const float* weights, int stride, const float* const* keys, int count, int first, F16 out[kLanes][kVectors]) {
     F16 total[kLanes][kVectors] = {};
     for (int k = 0; k < count; ++k) {
         F16 value[kVectors];
         for (int v = 0; v < kVectors; ++v) value[v] = load<F16>(keys[k] + first + 16 * v);
         for (int h = 0; h < kLanes; ++h) {
-            const F16 weight = splat<F16>(weights[k * kLanes + h]);
+            const F16 weight = splat<F16>(weights[k * stride + h]);
             for (int v = 0; v < kVectors; ++v) total[h][v] = fma(weight, value[v], total[h][v]);
         }
     }
     std::memcpy(out, total, sizeof total);
+}
+
+// Outputs of the heads from `head` on, after their weights.
+void sum_values(const AttentionShape& shape, int head, const float* weights, int stride, const KeyList& list, const float* denominators, float* out) {
+    for (int d = 0; d < shape.head_dim; d += 16 * kVectors) {
+        F16 sums[kLanes][kVectors];
+        weigh(weights, stride, list.keys, list.count, d, sums);
+        for (int lane = 0; lane < std::min(kLanes, shape.heads - head); ++lane) {
+            float* to = out + int64_t(head + lane) * shape.head_dim + d;
+            for (int v = 0; v < kVectors; ++v) store(to + 16 * v, sums[lane][v] / denominators[lane]);
+        }
+    }
 }
 
 // Unnormalised softmax weights in place. weights: [count, kLanes] scores. Returns the denominators with the sink.
@@ -54,34 +68,95 @@ F8 soften(float* weights, int count, F8 sink, float scale) {
     return total;
 }
 
+// The same for two rows side by side. weights: [count, 2 * kLanes]; seen: bit i when row i has the key. What a row lacks weighs nothing: its
+// maximum and its sums are those of its own keys.
+F16 soften(float* weights, const uint8_t* seen, int count, F16 sink, float scale) {
+    const F16 nothing = splat<F16>(-INFINITY);
+    F16 top = sink;
+    for (int k = 0; k < count; ++k) {
+        float* own = weights + k * 2 * kLanes;
+        F16 x = load<F16>(own);
+        if (seen[k] != 3) {
+            x = seen[k] == 1 ? join(low(x), low(nothing)) : join(low(nothing), high(x));
+            store(own, x);
+        }
+        top = maximum(top, x * scale);
+    }
+    F16 total = exponential(sink - top);
+    for (int k = 0; k < count; ++k) {
+        const F16 x = load<F16>(weights + k * 2 * kLanes), e = exponential(x * scale - top), weight = x == nothing ? F16{} : e;
+        store(weights + k * 2 * kLanes, weight);
+        total = total + weight;
+    }
+    return total;
+}
+
+// Union of two lists, in the order of the names. seen: bit i when list i has the key.
+int merge(const KeyList lists[2], const float** keys, uint8_t* seen) {
+    const KeyList &a = lists[0], &b = lists[1];
+    int i = 0, j = 0, count = 0;
+    while (i < a.count || j < b.count) {
+        const bool first = j == b.count || (i < a.count && a.names[i] <= b.names[j]);
+        const bool second = i == a.count || (j < b.count && b.names[j] <= a.names[i]);
+        keys[count] = first ? a.keys[i] : b.keys[j];
+        seen[count++] = uint8_t(first | second << 1);
+        i += first;
+        j += second;
+    }
+    return count;
+}
+
 }  // namespace
 
 void pad_keys(const float** keys, int count) {
     for (int k = count; k % kKeys; ++k) keys[k] = keys[count - 1];
 }
 
-void attend(const float* q, const float** keys, int count, const float* sink, int heads, int head_dim, float* scratch, float* out) {
-    if (count == 0) {
-        std::memset(out, 0, size_t(heads) * head_dim * sizeof(float));
+void attend(const AttentionShape& shape, const float* q, const KeyList& list, AttentionScratch& scratch, float* out) {
+    if (list.count == 0) {
+        std::memset(out, 0, size_t(shape.heads) * shape.head_dim * sizeof(float));
         return;
     }
-    pad_keys(keys, count);
-    const float scale = 1.0f / std::sqrt(float(head_dim));
-    for (int head = 0; head < heads; head += kLanes) {
-        const float* query = q + int64_t(head) * head_dim;
-        for (int k = 0; k < count; k += kKeys) {
+    pad_keys(list.keys, list.count);
+    float* weights = scratch.weights.get(size_t(list.count + kKeys) * kLanes);
+    const float scale = 1.0f / std::sqrt(float(shape.head_dim));
+    for (int head = 0; head < shape.heads; head += kLanes) {
+        const float* query = q + int64_t(head) * shape.head_dim;
+        for (int k = 0; k < list.count; k += kKeys) {
             F8 scores[kKeys];
-            score(query, keys + k, head_dim, scores);
-            std::memcpy(scratch + k * kLanes, scores, sizeof scores);
+            score(query, list.keys + k, shape.head_dim, scores);
+            std::memcpy(weights + k * kLanes, scores, sizeof scores);
         }
-        const F8 total = soften(scratch, count, load<F8>(sink + head), scale);
-        for (int d = 0; d < head_dim; d += 16 * kVectors) {
-            F16 sums[kLanes][kVectors];
-            weigh(scratch, keys, count, d, sums);
-            for (int lane = 0; lane < std::min(kLanes, heads - head); ++lane) {
-                for (int v = 0; v < kVectors; ++v) store(out + int64_t(head + lane) * head_dim + d + 16 * v, sums[lane][v] / total[lane]);
-            }
+        const F8 total = soften(weights, list.count, load<F8>(shape.sink + head), scale);
+        float denominators[kLanes];
+        store(denominators, total);
+        sum_values(shape, head, weights, kLanes, list, denominators, out);
+    }
+}
+
+void attend(const AttentionShape& shape, const float* const q[2], const KeyList lists[2], AttentionScratch& scratch, float* const out[2]) {
+    constexpr int kBoth = 2 * kLanes;
+    const int most = lists[0].count + lists[1].count;
+    KeyList all = {scratch.keys[2].get(most + kKeys), nullptr};
+    uint8_t* seen = scratch.seen.get(most);
+    all.count = merge(lists, all.keys, seen);
+    pad_keys(all.keys, all.count);
+    float* weights = scratch.weights.get(size_t(all.count + kKeys) * kBoth);
+    float* query = scratch.queries.get(size_t(shape.head_dim) * kBoth);
+    const float scale = 1.0f / std::sqrt(float(shape.head_dim));
+    for (int head = 0; head < shape.heads; head += kLanes) {
+        const int64_t from = int64_t(head) * shape.head_dim;
+        for (int d = 0; d < shape.head_dim; ++d) store(query + d * kBoth, join(load<F8>(q[0] + from + d * kLanes), load<F8>(q[1] + from + d * kLanes)));
+        for (int k = 0; k < all.count; k += kKeys) {
+            F16 scores[kKeys];
+            score(query, all.keys + k, shape.head_dim, scores);
+            std::memcpy(weights + k * kBoth, scores, sizeof scores);
         }
+        const F8 sink = load<F8>(shape.sink + head);
+        const F16 total = soften(weights, seen, all.count, join(sink, sink), scale);
+        float denominators[kBoth];
+        store(denominators, total);
+        for (int r = 0; r < 2; ++r) sum_values(shape, head, weights + r * kLanes, kBoth, all, denominators + r * kLanes, out[r]);
     }
 }
 

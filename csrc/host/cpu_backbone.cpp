@@ -6,6 +6,8 @@
 namespace dix {
 namespace {
 
+constexpr int32_t kEntries = 1 << 30;  // names of compressed entries follow those of the window, which are positions
+
 class Backbone : Rows {
    public:
     Backbone(const Model& model, Workspace& work) : Rows(model, work) {}
@@ -20,7 +22,7 @@ class Backbone : Rows {
     void locate(const Indexer& indexer, int row, int ratio, const int32_t* entries, int count);
     bool drop_rows();
     void attend_window(const Layer& layer);
-    int window(const Layer& layer, int row, const float** keys) const;
+    void window(const Layer& layer, int row, KeyList& list) const;
     void store_keys(float* ring, const float* key);
     void tap(int place);
     void store_taps();
@@ -173,6 +175,7 @@ void Backbone::select(const Layer& layer) {
     p.stride = m_.index_topk;
     p.any = true;
     p.keys.get(size_t(count_) * p.stride);
+    p.entries.get(size_t(count_) * p.stride);
     p.counts.get(count_);
     w_.picked.get(most + kLanes);
     const bool search = most > std::min(m_.index_topk, indexer.publishes ? m_.candidate_blocks * m_.candidate_size : m_.index_topk);
@@ -248,29 +251,28 @@ void Backbone::locate(const Indexer& indexer, int row, int ratio, const int32_t*
         const int64_t place = s.blocks[entries[i] / per_block] * m_.kv_stride + indexer.kv_offset + entries[i] % per_block;
         keys[i] = m_.kv_rows + place * m_.head_dim;
     }
+    std::copy(entries, entries + count, w_.picks.entries.get(0) + int64_t(row) * w_.picks.stride);
 }
 
 // Keys of the window that a row sees: those of this step beside the ring, older ones from it.
-int Backbone::window(const Layer& layer, int row, const float** keys) const {
+void Backbone::window(const Layer& layer, int row, KeyList& list) const {
     const Slice& s = w_.slices[w_.owner.get(0)[row]];
     const int position = w_.positions.get(0)[row];
-    int count = 0;
     for (int p = std::max({0, position - m_.window + 1, rect(s), s.floor}); p <= position; ++p) {
-        keys[count++] = p >= s.first() ? w_.key.get(0) + int64_t(s.row + p - s.first()) * m_.head_dim : ring_row(layer.ring, s, p);
+        list.add(p >= s.first() ? w_.key.get(0) + int64_t(s.row + p - s.first()) * m_.head_dim : ring_row(layer.ring, s, p), p);
     }
-    return count;
 }
 
 void Backbone::attend_window(const Layer& layer) {
     const Picks& p = w_.picks;
     const bool selects = layer.ratio > 0 && p.any;
-    finish_attention(layer, m_.window + m_.index_topk, [&](int row, const float** keys) {
-        int count = window(layer, row, keys);
-        if (!selects) return count;
-        const float** picked = w_.picks.keys.get(0) + int64_t(row) * p.stride;
-        const int more = w_.picks.counts.get(0)[row];
-        std::copy(picked, picked + more, keys + count);
-        return count + more;
+    finish_attention(layer, m_.window + m_.index_topk, [&](int row, KeyList& list) {
+        window(layer, row, list);
+        if (!selects) return;
+        const int64_t first = int64_t(row) * p.stride;
+        for (int i = 0; i < w_.picks.counts.get(0)[row]; ++i) {
+            list.add(w_.picks.keys.get(0)[first + i], kEntries + w_.picks.entries.get(0)[first + i]);
+        }
     });
     store_keys(layer.ring, w_.key.get(0));
 }

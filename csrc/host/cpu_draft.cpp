@@ -30,15 +30,13 @@ void draft_block(const Model& m, Workspace& w, const int32_t* ints, int count, f
     for (int number = 0; number < m.num_stages; ++number) {
         const Layer& stage = m.stages[number];
         rows.begin_attention(stage);
-        rows.finish_attention(stage, m.window + size, [&](int row, const float** keys) {
+        rows.finish_attention(stage, m.window + size, [&](int row, KeyList& list) {
             const Slice& s = w.slices[row / size];
-            int found = 0;
             // All rows of a block see the same window, the one of the last known position.
             for (int p = std::max(s.floor, s.start - m.window); p < s.start; ++p) {
-                keys[found++] = stage.ring + (int64_t(s.slot) * m.ring_rows + p % m.ring_rows) * m.head_dim;
+                list.add(stage.ring + (int64_t(s.slot) * m.ring_rows + p % m.ring_rows) * m.head_dim, p);
             }
-            for (int r = s.row; r < s.row + size; ++r) keys[found++] = w.key.get(0) + int64_t(r) * m.head_dim;
-            return found;
+            for (int r = s.row; r < s.row + size; ++r) list.add(w.key.get(0) + int64_t(r) * m.head_dim, s.start + r - s.row);
         });
         rows.feed_forward(stage);
     }

@@ -4,6 +4,8 @@
 // few pairs, for each piece its tiles one after the other. A bf16 pair is one 32-bit lane, so that a shift and a mask make two vectors of
 // fp32 weights; four pairs of fp4 codes are one lane behind sixteen scales. Values and sums are the same in every format: an output is the
 // sum over even inputs plus the sum over odd inputs, both in ascending order, for any number of rows.
+#include <sys/mman.h>
+
 #include <algorithm>
 
 #include "cpu_ops.h"
@@ -13,6 +15,9 @@ namespace {
 
 constexpr int kTile = 16;
 constexpr int kGroup = 4;
+// Bytes between a weight and the one that is fetched meanwhile. A step reads more weights than the second-level cache holds, and the
+// hardware's own fetches stop at every page. Behind the last weight the address belongs to the next matrix, or to nobody.
+constexpr int64_t kAhead = 4096;
 // Rows and tiles whose running sums fit the registers together.
 #if defined(__AVX512F__)
 constexpr int kRows = 6, kTiles = 2;
@@ -108,6 +113,7 @@ template <class W, int TILES, int ROWS>
 void product(const char* w, int64_t step, int pieces, const float* x, int64_t ldx, float* y, int64_t ldy, int outputs) {
     F16 even[ROWS][TILES] = {}, odd[ROWS][TILES] = {};
     for (int p = 0; p < pieces; ++p) {
+        for (int at = 0; at < TILES * W::kBytes; at += 64) __builtin_prefetch(w + p * step + kAhead + at);
         const auto piece = [&](int t) { return W(w + p * step + t * W::kBytes); };
         for (int i = 0; i < W::kPairs; ++i) {
             const float* input = x + 2 * (p * W::kPairs + i);
@@ -215,6 +221,13 @@ void linear(const Matrix& first, int index, const float* x, int64_t ldx, float* 
 }
 
 }  // namespace dix
+
+// Ask for large pages behind `bytes` at `data`, which then need few address translations. Only advice.
+extern "C" void dix_large_pages(void* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    madvise(data, size_t(bytes), MADV_HUGEPAGE);
+#endif
+}
 
 extern "C" int64_t dix_packed_bytes(int rows, int cols, int format) {
     int64_t bytes = 0;

@@ -59,9 +59,38 @@ void write_streams(float* h, const float* y, const float* post, const float* com
 // Repeat the last of `count` > 0 keys up to a multiple of kLanes, so that the last group needs no case of its own.
 void pad_keys(const float** keys, int count);
 
-// Attention of one row. q: [groups of heads, D, kLanes]; keys: `count` rows of D, room for kLanes more pointers behind them;
-// scratch: (count + kLanes) * kLanes floats; out: [H, D].
-void attend(const float* q, const float** keys, int count, const float* sink, int heads, int head_dim, float* scratch, float* out);
+// What one row attends to: vectors of D values, each with a number that names it and rises along the list.
+struct KeyList {
+    const float** keys;
+    int32_t* names;
+    int count = 0;
+
+    void add(const float* key, int32_t name) {
+        keys[count] = key;
+        names[count++] = name;
+    }
+};
+
+// Shape of an attention, and room for its intermediate results.
+struct AttentionShape {
+    int heads, head_dim;
+    const float* sink;
+};
+
+struct AttentionScratch {
+    Buffer<float> weights, queries;
+    Buffer<const float*> keys[3];
+    Buffer<int32_t> names[2];
+    Buffer<uint8_t> seen;
+
+    // An empty list, the first or the second, for up to `most` keys.
+    KeyList list(int number, int most) { return {keys[number].get(most + kLanes), names[number].get(most)}; }
+};
+
+// Attention of one row. q: [groups of heads, D, kLanes]; out: [H, D].
+void attend(const AttentionShape& shape, const float* q, const KeyList& list, AttentionScratch& scratch, float* out);
+// The same for two rows, quicker the more keys they share. A row's result does not depend on the other.
+void attend(const AttentionShape& shape, const float* const q[2], const KeyList lists[2], AttentionScratch& scratch, float* const out[2]);
 
 // Relevance of each key to one row. q: [groups of heads, Di, kLanes], weights: [heads]. The list of keys is readable up to a multiple of
 // kLanes; what lies behind `count` has no influence.

@@ -22,7 +22,7 @@ struct Slice {
 // Entries that a row attends to. restricted: only blocks marked in `allowed` are candidates of later indexers.
 struct Picks {
     Buffer<const float*> keys;
-    Buffer<int32_t> counts;
+    Buffer<int32_t> entries, counts;
     Buffer<uint8_t> allowed, restricted;
     int stride = 0, blocks = 0;
     bool any = false;
@@ -30,12 +30,12 @@ struct Picks {
 
 // Scratch memory of a model, kept from step to step.
 struct Workspace {
-    Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, weights, scores, index_q, index_w, blocks;
+    Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, scores, index_q, index_w, blocks;
     Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden;
-    Buffer<const float*> keys;
     Buffer<int32_t> positions, owner, picked;
     Buffer<uint64_t> order;
     ExpertScratch experts;
+    AttentionScratch attention;
     Picks picks;
     std::vector<Slice> slices;
 };
@@ -55,9 +55,11 @@ class Rows {
     void begin_attention(const Layer& layer);
     void read_input(const Layer& layer, const float* pre);
     void project(const Layer& layer);
-    // Second half: queries, attention over the keys that `fill(row, keys)` lists, output, streams.
+    // Second half: queries, attention over the keys that `fill(row, list)` names, output, streams. Lists are at most `most_keys` long.
     template <class Fill>
     void finish_attention(const Layer& layer, int most_keys, Fill fill);
+    template <class Fill>
+    void attend_rows(const Layer& layer, int most_keys, Fill fill);
     void feed_forward(const Layer& layer);
     void window_key(const float* raw, const Attention& attention, const float* table, float* key) const;
 
@@ -72,6 +74,30 @@ class Rows {
 };
 
 template <class Fill>
+void Rows::attend_rows(const Layer& layer, int most_keys, Fill fill) {
+    const AttentionShape shape = {m_.heads, m_.head_dim, layer.attention.sink};
+    const int64_t lanes = layer.attention.wq_b.rows, width = int64_t(m_.heads) * m_.head_dim;
+    const float* q = w_.q.get(0);
+    float* o = w_.o.get(0);
+    const int32_t* owner = w_.owner.get(0);
+    for (int r = 0; r < count_;) {
+        KeyList lists[2] = {w_.attention.list(0, most_keys), w_.attention.list(1, most_keys)};
+        fill(r, lists[0]);
+        // Neighbours of one sequence see nearly the same keys.
+        if (r + 1 < count_ && owner[r] == owner[r + 1]) {
+            fill(r + 1, lists[1]);
+            const float* const queries[2] = {q + r * lanes, q + (r + 1) * lanes};
+            float* const outputs[2] = {o + r * width, o + (r + 1) * width};
+            attend(shape, queries, lists, w_.attention, outputs);
+            r += 2;
+        } else {
+            attend(shape, q + r * lanes, lists[0], w_.attention, o + r * width);
+            ++r;
+        }
+    }
+}
+
+template <class Fill>
 void Rows::finish_attention(const Layer& layer, int most_keys, Fill fill) {
     const Attention& a = layer.attention;
     const int half = m_.rope_dim / 2, tail = m_.head_dim - m_.rope_dim;
@@ -80,13 +106,12 @@ void Rows::finish_attention(const Layer& layer, int most_keys, Fill fill) {
     float* o = w_.o.get(count_ * width);
     float* t = w_.t.get(count_ * rank);
     float* y = w_.y.get(size_t(count_) * m_.hidden);
-    const float** keys = w_.keys.get(most_keys + kLanes);
-    float* weights = w_.weights.get(size_t(most_keys + kLanes) * kLanes);
     linear(a.wq_b, w_.latent.get(0), m_.q_rank, q, lanes, count_);
     for (int r = 0; r < count_; ++r) {
-        float* query = q + r * lanes;
-        for (int64_t lane = 0; lane < lanes; lane += kLanes * m_.head_dim) rotate_lanes(query + lane + tail * kLanes, table(layer, r), half);
-        attend(query, keys, fill(r, keys), a.sink, m_.heads, m_.head_dim, weights, o + r * width);
+        for (int64_t lane = 0; lane < lanes; lane += kLanes * m_.head_dim) rotate_lanes(q + r * lanes + lane + tail * kLanes, table(layer, r), half);
+    }
+    attend_rows(layer, most_keys, fill);
+    for (int r = 0; r < count_; ++r) {
         for (int head = 0; head < m_.heads; ++head) rotate(o + r * width + head * m_.head_dim + tail, table(layer, r), half, -1.0f);
     }
     const int64_t part = width / m_.groups;

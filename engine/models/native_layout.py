@@ -111,6 +111,7 @@ class Model(Structure):
 EXCHANGE = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_int32, c_void_p)
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "dix_large_pages": (None, [c_void_p, c_int64]),
     "dix_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
     "dix_format": (c_int32, [c_void_p, c_int64]),
     "dix_pack": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p]),

@@ -24,6 +24,10 @@ from engine.models.packed_layers import AnyBlockLinear, AnyLinear, PackedLinear,
 from engine.ops.hyper_boundary import Mixer
 from engine.parallel.expert_exchange import ExpertExchange
 
+LARGE_PAGE = 2**21
+ARENA = 8 * LARGE_PAGE
+_LINE = 64  # of the CPU's caches
+
 # Heads that share a vector; the query projections are packed so that they come out side by side.
 LANES = 8
 # Formats of packed matrices from the narrowest to the one that holds everything: fp4, bf16, fp32.
@@ -54,6 +58,27 @@ def unsupported(text: TextConfig, numerics: Numerics, device: str) -> str:
     return ""
 
 
+class PackedMemory:
+    """Memory of packed matrices: few large pieces on large pages, since every step reads most of it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8 that starts at a cache line. Whoever holds it keeps its piece alive."""
+        if size > len(self._free):
+            self._free = self._reserve(max(ARENA, size + -size % LARGE_PAGE))
+        taken, self._free = self._free[:size], self._free[size + -size % _LINE :]
+        return taken
+
+    def _reserve(self, size: int) -> Tensor:
+        room = torch.empty(size + LARGE_PAGE, dtype=torch.uint8)
+        aligned = room[-room.data_ptr() % LARGE_PAGE :][:size]
+        self._library.dix_large_pages(aligned.data_ptr(), size)
+        return aligned
+
+
 class NativeWeights:
     """Owns packed matrices and everything else that `model` points to. Keeps the torch model alive for what is used as it is."""
 
@@ -69,7 +94,7 @@ class NativeWeights:
     ) -> None:
         """draft: only when its windows are kept up to date. exchange: for backbone layers whose experts are on several ranks, which all
         call this together."""
-        self._library, self._cache = library, cache
+        self._library, self._cache, self._memory = library, cache, PackedMemory(library)
         self._kept: list[Any] = [backbone, draft, tables]
         self._taps = backbone.text.dspark_target_layer_ids if draft is not None else ()
         self.expert_stores: list[list[Tensor]] = []
@@ -259,7 +284,7 @@ class NativeWeights:
             [general] = self._exchange.group.max([_GENERALITY.index(form)])
             form = _GENERALITY[general]
         size = self._library.dix_packed_bytes(rows, cols, form)
-        packed = torch.empty(count, size, dtype=torch.uint8)
+        packed = self._memory.take(count * size).view(count, size)
         self._library.dix_pack(stack.data_ptr(), count, rows, cols, form, packed.data_ptr())
         return c.Matrix(data=self._pointer(packed), bytes=size, rows=rows, cols=cols, format=form), packed
 
