@@ -91,6 +91,11 @@ F16 soften(float* weights, const uint8_t* seen, int count, F16 sink, float scale
     return total;
 }
 
+// Two rows of `count` times kLanes values, side by side.
+void beside(const float* a, const float* b, int count, float* out) {
+    for (int i = 0; i < count; ++i) store(out + i * 2 * kLanes, join(load<F8>(a + i * kLanes), load<F8>(b + i * kLanes)));
+}
+
 // Union of two lists, in the order of the names. seen: bit i when list i has the key.
 int merge(const KeyList lists[2], const float** keys, uint8_t* seen) {
     const KeyList &a = lists[0], &b = lists[1];
@@ -146,7 +151,7 @@ void attend(const AttentionShape& shape, const float* const q[2], const KeyList 
     const float scale = 1.0f / std::sqrt(float(shape.head_dim));
     for (int head = 0; head < shape.heads; head += kLanes) {
         const int64_t from = int64_t(head) * shape.head_dim;
-        for (int d = 0; d < shape.head_dim; ++d) store(query + d * kBoth, join(load<F8>(q[0] + from + d * kLanes), load<F8>(q[1] + from + d * kLanes)));
+        beside(q[0] + from, q[1] + from, shape.head_dim, query);
         for (int k = 0; k < all.count; k += kKeys) {
             F16 scores[kKeys];
             score(query, all.keys + k, shape.head_dim, scores);
@@ -160,38 +165,80 @@ void attend(const AttentionShape& shape, const float* const q[2], const KeyList 
     }
 }
 
-void index_scores(const float* q, const float* weights, const float* const* keys, int count, int heads, int dim, float* scores) {
-    for (int k = 0; k < count; k += kKeys) {
-        F8 total[kKeys] = {};
-        for (int head = 0; head < heads; head += kLanes) {
-            float own[kLanes] = {};
-            std::copy(weights + head, weights + std::min(heads, head + kLanes), own);
-            const F8 weight = load<F8>(own);
-            F8 products[kKeys];
-            score(q + int64_t(head) * dim, keys + k, dim, products);
-            for (int j = 0; j < kKeys; ++j) total[j] = fma(weight, maximum(F8{}, products[j]), total[j]);
-        }
-        for (int j = 0; j < std::min(kKeys, count - k); ++j) scores[k + j] = sum(total[j]);
+// Relevance of the next kKeys keys to the rows side by side in V. q: [groups of heads, D, lanes of V]; weights: [groups, lanes of V].
+template <class V>
+void relevance(const float* q, const float* weights, const float* const* keys, int heads, int dim, V* total) {
+    constexpr int kWidth = sizeof(V) / sizeof(float);
+    for (int j = 0; j < kKeys; ++j) total[j] = V{};
+    for (int group = 0; group * kLanes < heads; ++group) {
+        const V weight = load<V>(weights + group * kWidth);
+        V products[kKeys];
+        score(q + int64_t(group) * dim * kWidth, keys, dim, products);
+        for (int j = 0; j < kKeys; ++j) total[j] = fma(weight, maximum(V{}, products[j]), total[j]);
     }
 }
+
+// Weights of a row's heads, spread like its queries: row `place` of `rows` side by side.
+void spread_weights(const float* weights, int heads, int place, int rows, float* to) {
+    for (int head = 0; head < heads; ++head) to[(head / kLanes * rows + place) * kLanes + head % kLanes] = weights[head];
+}
+
+void index_scores(const IndexRow& row, const float* const* keys, int heads, int dim, AttentionScratch& scratch) {
+    const int groups = (heads + kLanes - 1) / kLanes;
+    float* weights = scratch.weights.get(groups * kLanes);
+    std::fill_n(weights, groups * kLanes, 0.0f);
+    spread_weights(row.weights, heads, 0, 1, weights);
+    for (int k = 0; k < row.count; k += kKeys) {
+        F8 total[kKeys];
+        relevance(row.q, weights, keys + k, heads, dim, total);
+        for (int j = 0; j < std::min(kKeys, row.count - k); ++j) row.scores[k + j] = sum(total[j]);
+    }
+}
+
+void index_scores(const IndexRow rows[2], const float* const* keys, int heads, int dim, AttentionScratch& scratch) {
+    const int groups = (heads + kLanes - 1) / kLanes, most = std::max(rows[0].count, rows[1].count);
+    float* weights = scratch.weights.get(groups * 2 * kLanes);
+    float* q = scratch.queries.get(size_t(groups) * dim * 2 * kLanes);
+    std::fill_n(weights, groups * 2 * kLanes, 0.0f);
+    for (int r = 0; r < 2; ++r) spread_weights(rows[r].weights, heads, r, 2, weights);
+    beside(rows[0].q, rows[1].q, groups * dim, q);
+    for (int k = 0; k < most; k += kKeys) {
+        F16 total[kKeys];
+        relevance(q, weights, keys + k, heads, dim, total);
+        for (int j = 0; j < kKeys; ++j) {
+            if (k + j < rows[0].count) rows[0].scores[k + j] = sum(low(total[j]));
+            if (k + j < rows[1].count) rows[1].scores[k + j] = sum(high(total[j]));
+        }
+    }
+}
+
+namespace {
+
+// Bits that rise with the place in the ranking: the highest score and, among equals, the lowest index come first.
+uint64_t rank_bits(float score, int index) {
+    const float value = score + 0.0f;  // -0 and 0 are equal
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits = bits & 0x80000000u ? bits : ~bits & 0x7FFFFFFFu;
+    return uint64_t(bits) << 32 | uint32_t(index);
+}
+
+}  // namespace
 
 int select_top(const float* scores, int count, int limit, uint64_t* scratch, int32_t* picked) {
     int found = 0;
     for (int i = 0; i < count; ++i) {
-        if (scores[i] == -INFINITY) continue;
-        // Order-preserving bits: the highest score and, among equals, the lowest index come first. Adding zero makes -0 and 0 equal.
-        const float value = scores[i] + 0.0f;
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
-        bits = bits & 0x80000000u ? bits : ~bits & 0x7FFFFFFFu;
-        scratch[found++] = uint64_t(bits) << 32 | uint32_t(i);
+        if (scores[i] != -INFINITY) scratch[found++] = rank_bits(scores[i], i);
     }
+    uint64_t last = ~uint64_t(0);
     if (found > limit) {
-        std::nth_element(scratch, scratch + limit, scratch + found);
-        found = limit;
+        std::nth_element(scratch, scratch + limit - 1, scratch + found);
+        last = scratch[limit - 1];
     }
-    for (int i = 0; i < found; ++i) picked[i] = int32_t(uint32_t(scratch[i]));
-    std::sort(picked, picked + found);
+    found = 0;
+    for (int i = 0; i < count; ++i) {
+        if (scores[i] != -INFINITY && rank_bits(scores[i], i) <= last) picked[found++] = i;
+    }
     return found;
 }
 

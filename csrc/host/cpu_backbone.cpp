@@ -18,7 +18,10 @@ class Backbone : Rows {
     void compress(const Layer& layer);
     const float* pool(const Compressor& c, const Slice& s, const float* both, int row, float* out) const;
     void select(const Layer& layer);
-    void select_row(const Indexer& indexer, int row, const float* const* index_keys, int ratio);
+    bool must_choose(const Indexer& indexer, int row, int ratio) const;
+    void score_slice(const Indexer& indexer, const Slice& s, int ratio);
+    void take_all(const Indexer& indexer, int row, int ratio);
+    void choose(const Indexer& indexer, int row, float* scores, int ratio);
     void locate(const Indexer& indexer, int row, int ratio, const int32_t* entries, int count);
     bool drop_rows();
     void attend_window(const Layer& layer);
@@ -163,7 +166,7 @@ bool Backbone::drop_rows() {
 
 void Backbone::select(const Layer& layer) {
     const Indexer& indexer = *layer.indexer;
-    const int ratio = layer.ratio, lanes = indexer.wq_b.rows, half = m_.rope_dim / 2, per_block = m_.block_size / ratio;
+    const int ratio = layer.ratio, lanes = indexer.wq_b.rows, half = m_.rope_dim / 2;
     int most = 0;
     for (const Slice& s : w_.slices) most = std::max(most, s.end / ratio);
     Picks& p = w_.picks;
@@ -180,7 +183,7 @@ void Backbone::select(const Layer& layer) {
     w_.picked.get(most + kLanes);
     const bool search = most > std::min(m_.index_topk, indexer.publishes ? m_.candidate_blocks * m_.candidate_size : m_.index_topk);
     if (!search) {
-        for (int r = 0; r < count_; ++r) select_row(indexer, r, nullptr, ratio);
+        for (int r = 0; r < count_; ++r) take_all(indexer, r, ratio);
         return;
     }
     float* q = w_.index_q.get(size_t(count_) * lanes);
@@ -196,35 +199,57 @@ void Backbone::select(const Layer& layer) {
             if (m_.quantize_kv) q4_index_lanes(part, m_.index_dim);
         }
     }
-    std::vector<const float*> keys;
-    w_.scores.get(most + kLanes);
     w_.order.get(most + kLanes);
-    for (const Slice& s : w_.slices) {
-        keys.clear();
-        for (int e = 0; e < s.end / ratio; ++e) {
-            keys.push_back(m_.index_rows + (s.blocks[e / per_block] * m_.index_stride + indexer.index_offset + e % per_block) * m_.index_dim);
+    for (const Slice& s : w_.slices) score_slice(indexer, s, ratio);
+}
+
+// Whether a row has more entries than it may use.
+bool Backbone::must_choose(const Indexer& indexer, int row, int ratio) const {
+    const int count = visible(row, ratio);
+    return count > m_.index_topk || (indexer.publishes && count > m_.candidate_blocks * m_.candidate_size);
+}
+
+void Backbone::score_slice(const Indexer& indexer, const Slice& s, int ratio) {
+    const int per_block = m_.block_size / ratio, count = s.end / ratio;
+    const float** keys = w_.index_keys.get(count + kLanes);
+    for (int e = 0; e < count; ++e) {
+        keys[e] = m_.index_rows + (s.blocks[e / per_block] * m_.index_stride + indexer.index_offset + e % per_block) * m_.index_dim;
+    }
+    if (count > 0) pad_keys(keys, count);
+    float* scores = w_.scores.get(2 * size_t(count + kLanes));
+    for (int r = s.row; r < s.row + s.rows; r += 2) {
+        IndexRow rows[2];
+        int asking = 0;
+        for (int i = r; i < std::min(r + 2, s.row + s.rows); ++i) {
+            if (!must_choose(indexer, i, ratio)) {
+                take_all(indexer, i, ratio);
+                continue;
+            }
+            const float* q = w_.index_q.get(0) + int64_t(i) * indexer.wq_b.rows;
+            rows[asking] = {q, w_.index_w.get(0) + int64_t(i) * m_.index_heads, visible(i, ratio), scores + asking * (count + kLanes)};
+            ++asking;
         }
-        const int count = int(keys.size());
-        keys.resize(count + kLanes);
-        if (count > 0) pad_keys(keys.data(), count);
-        for (int r = s.row; r < s.row + s.rows; ++r) select_row(indexer, r, keys.data(), ratio);
+        if (asking == 1) index_scores(rows[0], keys, m_.index_heads, m_.index_dim, w_.attention);
+        if (asking == 2) index_scores(rows, keys, m_.index_heads, m_.index_dim, w_.attention);
+        // Later rows see more, so one that asks alone is the last of the two.
+        const int first = std::min(r + 2, s.row + s.rows) - asking;
+        for (int i = 0; i < asking; ++i) choose(indexer, first + i, rows[i].scores, ratio);
     }
 }
 
-void Backbone::select_row(const Indexer& indexer, int row, const float* const* index_keys, int ratio) {
+void Backbone::take_all(const Indexer& indexer, int row, int ratio) {
+    const int count = visible(row, ratio);
+    int32_t* picked = w_.picked.get(0);
+    for (int i = 0; i < count; ++i) picked[i] = i;
+    locate(indexer, row, ratio, picked, count);
+}
+
+void Backbone::choose(const Indexer& indexer, int row, float* scores, int ratio) {
     Picks& p = w_.picks;
     const int count = visible(row, ratio), size = m_.candidate_size;
     int32_t* picked = w_.picked.get(0);
-    const bool publish = indexer.publishes && count > m_.candidate_blocks * size;
-    if (count <= m_.index_topk && !publish) {
-        for (int i = 0; i < count; ++i) picked[i] = i;
-        return locate(indexer, row, ratio, picked, count);
-    }
-    float* scores = w_.scores.get(0);
-    const float* q = w_.index_q.get(0) + int64_t(row) * indexer.wq_b.rows;
-    index_scores(q, w_.index_w.get(0) + int64_t(row) * m_.index_heads, index_keys, count, m_.index_heads, m_.index_dim, scores);
     uint8_t* allowed = p.allowed.get(0) + int64_t(row) * p.blocks;
-    if (publish) {
+    if (indexer.publishes && count > m_.candidate_blocks * size) {
         const int blocks = (count + size - 1) / size;
         float* best = w_.blocks.get(blocks);
         for (int b = 0; b < blocks; ++b) best[b] = *std::max_element(scores + b * size, scores + std::min(count, (b + 1) * size));

@@ -49,6 +49,24 @@ void draft_block(const Model& m, Workspace& w, const int32_t* ints, int count, f
     linear(m.head, x, m.hidden, logits, m.vocab, rows.count());
 }
 
+// logits += bias. Returns the place of the largest, the first of equals; 0 when all are NaN.
+int add_and_choose(float* logits, const float* bias, int count) {
+    const F16 none = splat<F16>(-INFINITY);
+    F16 best = none;
+    int v = 0;
+    for (; v + 16 <= count; v += 16) {
+        const F16 value = load<F16>(logits + v) + load<F16>(bias + v);
+        store(logits + v, value);
+        best = value > best ? value : best;
+    }
+    float most[16];
+    store(most, best);
+    float top = *std::max_element(most, most + 16);
+    for (; v < count; ++v) top = std::max(top, logits[v] += bias[v]);
+    const float* found = std::find(logits, logits + count, top);
+    return found == logits + count ? 0 : int(found - logits);
+}
+
 // Walk through the block: each choice shifts the logits of the next place. first: [count] ids before the block.
 void propose(const Model& m, const float* states, const int32_t* first, int count, float* logits, int64_t* ids, float* confidence) {
     const Draft& draft = *m.draft;
@@ -64,9 +82,7 @@ void propose(const Model& m, const float* states, const int32_t* first, int coun
         linear(draft.markov_head, markov.data(), rank, bias.data(), m.vocab, count);
         for (int i = 0; i < count; ++i) {
             const int64_t row = int64_t(i) * draft.block_size + place;
-            float* out = logits + row * m.vocab;
-            for (int v = 0; v < m.vocab; ++v) out[v] += bias[int64_t(i) * m.vocab + v];
-            ids[row] = std::max_element(out, out + m.vocab) - out;
+            ids[row] = add_and_choose(logits + row * m.vocab, bias.data() + int64_t(i) * m.vocab, m.vocab);
         }
     }
 }

@@ -92,10 +92,18 @@ void attend(const AttentionShape& shape, const float* q, const KeyList& list, At
 // The same for two rows, quicker the more keys they share. A row's result does not depend on the other.
 void attend(const AttentionShape& shape, const float* const q[2], const KeyList lists[2], AttentionScratch& scratch, float* const out[2]);
 
-// Relevance of each key to one row. q: [groups of heads, Di, kLanes], weights: [heads]. The list of keys is readable up to a multiple of
-// kLanes; what lies behind `count` has no influence.
-void index_scores(const float* q, const float* weights, const float* const* keys, int count, int heads, int dim, float* scores);
-// The best `limit` of scores[0..count) that are not -inf, ascending; ties go to the lower index. Returns how many.
+// One row that asks an index. q: [groups of heads, Di, kLanes]; weights: [heads]; scores: one for each of the first `count` keys.
+struct IndexRow {
+    const float *q, *weights;
+    int count;
+    float* scores;
+};
+
+// Relevance of each key to one row, or to two at a time. The list of keys is readable up to a multiple of kLanes; what lies behind a row's
+// `count` has no influence on it.
+void index_scores(const IndexRow& row, const float* const* keys, int heads, int dim, AttentionScratch& scratch);
+void index_scores(const IndexRow rows[2], const float* const* keys, int heads, int dim, AttentionScratch& scratch);
+// The best `limit` > 0 of scores[0..count) that are not -inf, ascending; ties go to the lower index. Returns how many.
 int select_top(const float* scores, int count, int limit, uint64_t* scratch, int32_t* picked);
 
 struct ExpertScratch {

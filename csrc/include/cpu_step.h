@@ -32,6 +32,7 @@ struct Picks {
 struct Workspace {
     Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, scores, index_q, index_w, blocks;
     Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden;
+    Buffer<const float*> index_keys;
     Buffer<int32_t> positions, owner, picked;
     Buffer<uint64_t> order;
     ExpertScratch experts;
