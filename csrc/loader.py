@@ -77,7 +77,7 @@ def build(library: Library, cache_dir: Path, on_progress: Progress | None = None
     cache_dir.mkdir(parents=True, exist_ok=True)
     if target.exists():
         return target
-    with _locked(cache_dir / f"{library.name}.lock"):
+    with _locked(target.with_suffix(".lock")):  # other versions of the library build meanwhile
         if not target.exists():  # another process may have built it while this one waited
             if on_progress is not None:
                 on_progress(f"building {library.name} with {library.compiler}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class Sampler:
         traits = self._prepare(logits, rows)
         masks = row_masks(rows, logits.shape[1])
         if masks is None and all(t.plain_greedy for t in traits):
-            best, ids = logits.max(dim=-1)
+            best, ids = _largest(logits)
             return Sampled([[token] for token in ids.tolist()], errors=row_errors(best))
         work, errors = self._constrain(logits, rows, traits, masks)
         chosen = work.argmax(dim=-1)
@@ -75,7 +76,7 @@ class Sampler:
         traits = self._prepare(logits, rows)
         if not all(t.on_device for t in traits) or any(seq.matcher is not None for seq in rows):
             return None
-        best, ids = logits.max(dim=-1)
+        best, ids = _largest(logits)
         drawn = [i for i, t in enumerate(traits) if not t.greedy]
         if drawn:
             index = to_device(drawn, torch.int64, logits.device)
@@ -93,7 +94,7 @@ class Sampler:
         each = self._prepare(logits, seqs, sum(map(len, drafts)))
         masks = draft_masks(seqs, drafts, logits.shape[1])
         if masks is None and all(t.plain_greedy for t in each):
-            best, ids = logits.max(dim=-1)
+            best, ids = _largest(logits)
             return _kept_tokens(drafts, ids.tolist(), row_errors(best))
         rows = DraftedRows.of(seqs, drafts)
         traits = [t for t, ids in zip(each, drafts, strict=True) for _ in range(len(ids) + 1)]
@@ -177,6 +178,17 @@ def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
         work[empty] = logits[empty]
         apply_masks(work, masks)
     return work
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, NaN before all others, and its id, the first of equals. logits: [R, V]. Returns [R], [R] int64."""
+    if logits.device.type != "cpu":
+        best, ids = logits.max(dim=-1)
+        return best, ids
+    # numpy's arg-max is vectorised, many times as fast as torch's.
+    table = logits.numpy()
+    places = table.argmax(axis=-1)
+    return torch.from_numpy(table[np.arange(len(places)), places]), torch.from_numpy(places)
 
 
 def draw(logits: Tensor, rows: list[Sequence]) -> Tensor:

@@ -169,6 +169,37 @@ def test_modest_confidences_are_raised_when_the_drafts_are_kept():
     assert max(one.budget([modest], [5]) for _ in range(HOLD)) > 0
 
 
+def carry_of(second_round):
+    """What a policy learns from rounds of random rates, each followed by `second_round` of it."""
+    one, rng = policy(), random.Random(1)
+    for _ in range(300):
+        first = np.cumprod([rng.random() for _ in range(5)]).tolist()
+        second = second_round(first, rng)
+        for rates in (first, second):
+            one.observe([rates], [5], [0])
+        one.budget([first], [5])
+        one.lengths([second], [5], 5)
+    return one.carry
+
+
+def test_rates_carry_over_as_far_as_rounds_resemble_the_ones_before():
+    assert carry_of(lambda first, rng: first) > 0.95
+    assert carry_of(lambda first, rng: np.cumprod([rng.random() for _ in range(5)]).tolist()) < 0.25
+
+
+def test_one_poor_round_does_not_end_drafting_when_rounds_are_unlike_each_other():
+    steps, good, poor = line(0.010, 0.002), [0.9, 0.8, 0.7, 0.6, 0.5], [0.1, 0.0, 0.0, 0.0, 0.0]
+    fresh, seasoned = policy(steps), policy(steps)
+    rng = random.Random(2)
+    for _ in range(300):
+        before, after = (poor if rng.random() < 0.2 else good for _ in range(2))
+        seasoned.budget([before], [5])
+        seasoned.lengths([after], [5], 5)
+        seasoned.observe([after], [5], [5 if after is good else 0])
+    assert fresh.budget([poor], [5]) == 0
+    assert seasoned.budget([poor], [5]) > 0
+
+
 # ---- distribution
 
 

@@ -14,6 +14,7 @@ from engine.batch import Batch, LogitRows, StepKind
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.models.draft import DraftSlice
+from engine.models.native_weights import ARENA, PackedMemory
 from engine.models.numerics import Numerics
 from engine.native_library import default_build_dir, instruction_level, load_library
 from tests.models.golden import PROMPTS, Seq, decode, golden_runner, prefill
@@ -223,6 +224,16 @@ def test_steps_run_eagerly_until_the_build_is_done(monkeypatch):
     assert runner.native.wait(60)
     seq.done = 0
     assert (prefill(seq, [61]) - before).abs().max() <= EXACT
+
+
+def test_packed_matrices_start_at_cache_lines_and_share_few_pieces_of_memory():
+    memory = PackedMemory(load_library(default_build_dir()))
+    taken = [memory.take(size) for size in (80, 64, 1000, ARENA - 4096, 3 * ARENA)]
+    assert [len(t) for t in taken] == [80, 64, 1000, ARENA - 4096, 3 * ARENA]
+    assert all(t.data_ptr() % 64 == 0 for t in taken)
+    assert len({t.untyped_storage().data_ptr() for t in taken}) == 2
+    ends = sorted((t.data_ptr(), t.data_ptr() + len(t)) for t in taken)
+    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
 
 
 def test_weights_are_packed_in_the_smallest_exact_format():
