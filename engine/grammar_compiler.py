@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.grammar_library import load_xgrammar
 from engine.json_strings import check_strings, mend_characters
 from engine.request import Grammar, GrammarKind, Request
 from engine.tokenizer import Tokenizer
@@ -48,8 +49,7 @@ class GrammarCompiler:
     """Compiles for one vocabulary and remembers results up to `cache_limit_bytes`. Safe to use from several threads."""
 
     def __init__(self, vocabulary: Sequence[bytes], stop_token_ids: Sequence[int], cache_limit_bytes: int = CACHE_LIMIT_BYTES) -> None:
-        import xgrammar
-
+        xgrammar = load_xgrammar()
         info = xgrammar.TokenizerInfo(
             list(vocabulary), xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=list(stop_token_ids)
         )
@@ -77,8 +77,7 @@ class GrammarCompiler:
 
 
 def _json_grammar(kind: GrammarKind, text: str) -> xgrammar.Grammar:
-    import xgrammar
-
+    xgrammar = load_xgrammar()
     if kind is GrammarKind.STRUCTURAL_TAG:
         return xgrammar.Grammar.from_structural_tag(text)
     schema = JSON_OBJECT_SCHEMA if kind is GrammarKind.JSON_OBJECT else text

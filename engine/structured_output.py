@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.grammar_library import load_xgrammar
 from engine.request import Grammar, Sequence
 
 SLOWEST_STEP_S = 0.5  # processor time of one mask; ordinary grammars take a thousandth
@@ -34,8 +35,7 @@ class Matcher:
 
     def __init__(self, compiled: Any, grammar: Grammar, stop_token_ids: Ids[int], vocab_size: int) -> None:
         """compiled: a `xgrammar.CompiledGrammar` over the same vocabulary."""
-        import xgrammar
-
+        xgrammar = load_xgrammar()
         self.num_tokens = 0
         self._trigger = grammar.trigger_token_ids
         self._reserved = frozenset(grammar.reserved_token_ids)
