@@ -44,23 +44,26 @@ class DecodeSet:
         A sequence that the step in flight certainly brings to its length limit is left out.
         """
         self.grow_tables()
-        outputs, history_len, block_size = self._outputs, self._limits.history_len, self._limits.block_size
+        # One pass per step over every sequence: what a step costs beyond the model is mostly spent here.
+        limits, remaining_of = self._limits, self._outputs.remaining
+        history_len, block_size, max_drafts = limits.history_len, limits.block_size, limits.max_drafts
         step = Step(StepKind.DECODE)
         for seq in self.running:
-            remaining = outputs.remaining(seq)
+            remaining = remaining_of(seq)
             if seq.flights and remaining <= 1:
                 continue
-            token_ids = seq.token_ids
+            token_ids, table = seq.token_ids, seq.block_table
             count = len(token_ids)
-            if self._limits.max_drafts:
-                self._reserve(seq, min(remaining - 1, seq.pending + self._limits.max_drafts))
-            history = tuple(token_ids[max(0, count - 1 - history_len) : count - 1])
-            step.slices.append(SequenceSlice(token_ids[-1:], count - 1, count, seq.block_table, seq.state_slot, history))
-            room = min(remaining - 1, len(seq.block_table) * block_size - count)
+            last = count - 1
+            if max_drafts:
+                self._reserve(seq, min(remaining - 1, seq.pending + max_drafts))
+            history = tuple(token_ids[last - history_len : last] if last >= history_len else token_ids[:last])
+            step.slices.append(SequenceSlice(token_ids[last:], last, count, table, seq.state_slot, history))
+            room = min(remaining - 1, len(table) * block_size - count)
             step.rooms.append(room)
             step.seqs.append(seq)
             seq.flights += 1
-            seq.pending = 1 + min(self._limits.max_drafts, room)
+            seq.pending = 1 + (min(max_drafts, room) if max_drafts else 0)
         step.rows.extend(step.seqs)
         return step
 
@@ -71,8 +74,8 @@ class DecodeSet:
 
     def grow_tables(self) -> None:
         """Give blocks to each sequence whose newest token may have none yet; preempt only when one is really missing."""
-        blocks = self._blocks.blocks
-        short = [seq for seq in self.running if self._blocks.blocks_for(self._most_tokens(seq)) > len(seq.block_table)]
+        blocks, block_size, most_tokens = self._blocks.blocks, self._limits.block_size, self._most_tokens
+        short = [seq for seq in self.running if most_tokens(seq) > len(seq.block_table) * block_size]
         if len(short) > blocks.num_free:
             self._return_surplus()
         for seq in short:
@@ -84,7 +87,8 @@ class DecodeSet:
 
     def _most_tokens(self, seq: Sequence) -> int:
         """Tokens of a sequence when a step in flight adds as many as it can without ending it."""
-        return len(seq.token_ids) + (min(seq.pending, self._outputs.remaining(seq) - 1) if seq.flights else 0)
+        count = len(seq.token_ids)
+        return count + min(seq.pending, self._outputs.remaining(seq) - 1) if seq.flights else count
 
     def _reserve(self, seq: Sequence, more: int) -> None:
         """Blocks for tokens that may follow. Free ones are taken, but nobody is preempted for drafts."""

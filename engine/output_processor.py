@@ -78,7 +78,7 @@ class OutputProcessor:
 
     def remaining(self, seq: Sequence) -> int:
         """Most tokens that a sequence may still produce, those of a step in flight included."""
-        return min(seq.request.params.max_tokens - seq.output_len, self._limits.max_model_len + 1 - len(seq.token_ids))
+        return min(seq.request.params.max_tokens + seq.prompt_len, self._limits.max_model_len + 1) - len(seq.token_ids)
 
     def _count_drafts(self, drafted: int, kept: int, output: Output) -> None:
         """Note how many drafts were checked and kept; drafts behind a sequence's end are not kept."""

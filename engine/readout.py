@@ -36,9 +36,7 @@ class Readout:
 def row_errors(best: Tensor) -> dict[int, str]:
     """Rows whose largest logit is not finite. best: [R]; the maximum carries NaN through."""
     return {
-        i: f"the model produced invalid logits (largest value {value})"
-        for i, value in enumerate(best.tolist())
-        if not math.isfinite(value)
+        i: f"the model produced invalid logits (largest value {value})" for i, value in enumerate(best.tolist()) if not math.isfinite(value)
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -233,7 +234,7 @@ def test_packed_matrices_start_at_cache_lines_and_share_few_pieces_of_memory():
     assert all(t.data_ptr() % 64 == 0 for t in taken)
     assert len({t.untyped_storage().data_ptr() for t in taken}) == 2
     ends = sorted((t.data_ptr(), t.data_ptr() + len(t)) for t in taken)
-    assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
 
 
 def test_weights_are_packed_in_the_smallest_exact_format():
