@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits, edits_logits
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.readout import Readout, row_errors, to_device
 from engine.request import SamplingParams, Sequence, TokenLogprob
@@ -76,6 +77,8 @@ class Sampler:
         traits = self._prepare(logits, rows)
         if not all(t.on_device for t in traits) or any(seq.matcher is not None for seq in rows):
             return None
+        if logits.is_cuda and SAMPLE_ROWS.backend != "reference":
+            return Readout(*sample_rows(logits, _draws(rows, traits, logits.device), self.num_tokens))
         best, ids = _largest(logits)
         drawn = [i for i, t in enumerate(traits) if not t.greedy]
         if drawn:
@@ -210,6 +213,20 @@ def draw_tokens(probs: Tensor, rows: list[Sequence], positions: list[int]) -> Te
         keys = race_keys([seeds[i] for i in seeded], [positions[i] for i in seeded])
         tokens[index] = race(probs[index], to_device(keys.tolist(), torch.int64, device))
     return tokens
+
+
+def _draws(rows: list[Sequence], traits: list[_Traits], device: torch.device) -> Draws:
+    """What every row draws with, see `draw_tokens`."""
+    seeds, positions = [seq.seed for seq in rows], [len(seq.token_ids) for seq in rows]
+    modes = [Mode.GREEDY if t.greedy else Mode.INVERSE if t.params.seed is None else Mode.RACE for t in traits]
+    keys, numbers = race_keys(seeds, positions).tolist(), draws53(seeds, positions).tolist()
+    return Draws(
+        to_device([t.params.temperature for t in traits], torch.float32, device),
+        to_device([int(mode) for mode in modes], torch.int32, device),
+        to_device(
+            [key if mode is Mode.RACE else number for mode, key, number in zip(modes, keys, numbers, strict=True)], torch.int64, device
+        ),
+    )
 
 
 def _drawn(traits: list[_Traits], errors: dict[int, str]) -> list[int]:

@@ -220,6 +220,8 @@ template <Format kFormat, Epilogue kEpilogue>
 int choose(const PackedGemm& p, int tiles, int slices, int num_blocks, cudaStream_t stream) {
     if constexpr (kFormat == kFp4 || kEpilogue == kPlainBf16) {
         if (slices == 1) return choose_tiles<kFormat, kEpilogue, 1>(p, tiles, num_blocks, stream);
+    }
+    if constexpr (kFormat == kFp8 && kEpilogue == kPlainBf16) {
         if (slices == 4) return choose_tiles<kFormat, kEpilogue, 4>(p, tiles, num_blocks, stream);
     }
     if constexpr (kFormat == kFp8) {
@@ -230,7 +232,7 @@ int choose(const PackedGemm& p, int tiles, int slices, int num_blocks, cudaStrea
 
 }  // namespace dix
 
-// tiles of eight tokens per item: 1, 2, 4 or (FP8) 8; warps that share a tile of rows ("slices"): 1 or 4 for FP4, 1, 4 or 8 for plain FP8,
+// tiles of eight tokens per item: 1, 2, 4 or (FP8) 8; warps that share a tile of rows ("slices"): 1 for FP4, 1, 4 or 8 for plain FP8,
 // 8 for FP8 with SwiGLU. FP4 writes SwiGLU or fp32, FP8 SwiGLU or bf16. Rows of x are readable up to whole blocks, with finite values.
 // num_blocks: thread blocks; more than fit at once is allowed. Returns a cudaError_t.
 extern "C" int dix_packed_gemm(const dix::PackedGemm* p, int format, int epilogue, int tiles, int slices, int num_blocks, void* stream) {

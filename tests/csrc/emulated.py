@@ -8,15 +8,16 @@ from hashlib import sha256
 from pathlib import Path
 
 from csrc.loader import Library, load
+from engine.native_library import default_build_dir
 from engine.ops.cuda.library import SOURCES, Kernels
 
 _HERE = Path(__file__).parent
 
 
 @cache
-def emulated_kernels(build_dir: Path) -> Kernels:
-    """Build them in `build_dir`; 'multiprocessors' is 1, so that every block walks through several units of work."""
+def emulated_kernels() -> Kernels:
+    """Built once per content of the sources; 'multiprocessors' is 1, so that every block walks through several units of work."""
     version = sha256((_HERE / "emulator.h").read_bytes()).hexdigest()[:8]
     flags = ("-x", "c++", "-O1", f"-I{_HERE}", f"-DEMULATOR={version}", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas")
-    library: ctypes.CDLL = load(Library("packed_gemm_emulated", SOURCES, flags=flags), build_dir)
+    library: ctypes.CDLL = load(Library("packed_gemm_emulated", SOURCES, flags=flags), default_build_dir())
     return Kernels.of(library, num_processors=1)

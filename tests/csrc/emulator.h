@@ -82,12 +82,15 @@ inline void entry() {
 
 inline void run_block(unsigned size) {
     constexpr size_t kStack = 128 * 1024;
-    threads = std::vector<Thread>(size);
+    threads.resize(size);
     meetings = std::vector<Meeting>(size / 32);
     at_barrier = barrier_round = 0;
     for (Thread& thread : threads) {
         getcontext(&thread.context);
-        thread.stack = std::make_unique<char[]>(kStack);
+        thread.done = false;
+        thread.groups.clear();
+        thread.open.clear();
+        if (!thread.stack) thread.stack = std::make_unique_for_overwrite<char[]>(kStack);
         thread.context.uc_stack.ss_sp = thread.stack.get();
         thread.context.uc_stack.ss_size = kStack;
         thread.context.uc_link = nullptr;

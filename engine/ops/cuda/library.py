@@ -13,7 +13,13 @@ import torch
 from csrc.loader import Library, bind, built_path, load
 from engine.native_library import default_build_dir
 
-SOURCES = ("kernels/packed_gemm.cu", "kernels/packed_tiles.cu", "kernels/expert_lists.cu", "kernels/expert_sum.cu")
+SOURCES = (
+    "kernels/packed_gemm.cu",
+    "kernels/packed_tiles.cu",
+    "kernels/expert_lists.cu",
+    "kernels/expert_sum.cu",
+    "kernels/sample_rows.cu",
+)
 
 
 class GemmArguments(ctypes.Structure):
@@ -27,6 +33,17 @@ class GemmArguments(ctypes.Structure):
     ]
 
 
+class SampleArguments(ctypes.Structure):
+    """`SampleRows` of csrc/kernels/sample_rows.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "modes", "numbers", "ids", "best")),
+        *((name, ctypes.c_void_p) for name in ("tops", "top_ids", "sums", "times", "time_ids", "weights")),
+        ("row_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_ids")),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Bound launches; each returns a CUDA status. num_processors: multiprocessors of the device."""
@@ -35,6 +52,7 @@ class Kernels:
     tiles: Callable[..., int]
     lists: Callable[..., int]
     sum: Callable[..., int]
+    sample: Callable[..., int]
     num_processors: int
 
     @staticmethod
@@ -45,6 +63,7 @@ class Kernels:
             tiles=bind(library, "dix_packed_tiles", [ctypes.POINTER(GemmArguments), *[number] * 3, pointer]),
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, *[number] * 4, pointer]),
+            sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),
             num_processors=num_processors,
         )
 

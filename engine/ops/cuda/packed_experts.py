@@ -75,6 +75,6 @@ def shapes(tokens: int, choices: int, num_experts: int) -> tuple[Shape, Shape]:
     if mean > _FEW_ROWS:
         return Shape(MANY), Shape(MANY)
     tiles = 1 if mean <= 2.5 else 2 if mean <= 8 else 4
-    # With a handful of experts there are fewer tiles of rows than warps: four warps share one.
-    few = tokens * choices <= 16
-    return Shape(tiles, 4 if few else 1), Shape(tiles, 1)
+    # A handful of experts has fewer tiles of rows than the machine has room for: two blocks everywhere finish before three here and there.
+    residents = 2 if tokens * choices <= 12 else 0
+    return Shape(tiles, 1, residents), Shape(tiles, 1, residents)

@@ -1,0 +1,56 @@
+"""One token per row: the largest logit, or a draw with a given random number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from engine.draws import fixed_point, inverse_cdf, race
+from engine.ops.registry import Op, check
+from engine.ops.tolerance import Tolerance
+
+
+class Mode(IntEnum):
+    """How a row chooses; numbers shared with the kernel. RACE and INVERSE: `engine/draws.py`."""
+
+    GREEDY = 0
+    RACE = 1
+    INVERSE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Per row: temperature [R] fp32 (above 0 unless greedy), modes [R] int32, numbers [R] int64 (a race's key, or 53 random bits)."""
+
+    temperature: Tensor
+    modes: Tensor
+    numbers: Tensor
+
+
+def sample_rows(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Token of every row, from the ids below `num_ids`, without filters. Ties of greedy rows go to the lower id.
+
+    logits: [R, V] fp32, rows may be strided. Returns ids [R] int64, always below `num_ids`, and the largest logit [R] fp32, NaN where a
+    logit is NaN: what a row without a finite maximum chooses means nothing.
+    """
+    check(logits.ndim == 2 and draws.modes.shape == logits.shape[:1] and 0 < num_ids <= logits.shape[1], "sample_rows", logits=logits)
+    result: tuple[Tensor, Tensor] = SAMPLE_ROWS(logits, draws, num_ids)
+    return result
+
+
+def _reference(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
+    logits = logits[:, :num_ids]
+    best, ids = logits.max(dim=-1)
+    temperature = torch.where(draws.modes == Mode.GREEDY, 1.0, draws.temperature)
+    probs = torch.softmax((logits - best[:, None]) / temperature[:, None], dim=-1)
+    # Rows that are not drawn get some distribution: every row runs through both ways, and the host never asks which it wants.
+    probs = torch.where(best.isfinite()[:, None], probs, 1.0 / num_ids)
+    ids = torch.where(draws.modes == Mode.RACE, race(probs, draws.numbers), ids)
+    ids = torch.where(draws.modes == Mode.INVERSE, inverse_cdf(fixed_point(probs), draws.numbers & (2**53 - 1)), ids)
+    return ids.clamp(0, num_ids - 1), best
+
+
+SAMPLE_ROWS = Op("sample_rows", reference=_reference, cuda="engine.ops.cuda.sample_rows:launch", tolerance=Tolerance())

@@ -1,0 +1,76 @@
+"""The sampling kernels, thread by thread on a CPU, against the definitions of the draws."""
+
+import pytest
+import torch
+
+from engine.ops.cuda.sample_rows import run_rows
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode
+from engine.random_keys import draws53, race_keys
+from tests.csrc.emulated import emulated_kernels
+
+
+@pytest.fixture(scope="module")
+def run():
+    return emulated_kernels()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def draws(modes, temperature=1.0, first=0):
+    seeds, positions = [1000 + i for i in range(len(modes))], [first + i for i in range(len(modes))]
+    keys, numbers = torch.from_numpy(race_keys(seeds, positions)), torch.from_numpy(draws53(seeds, positions))
+    modes = torch.tensor(modes, dtype=torch.int32)
+    return Draws(torch.full((len(modes),), temperature), modes, torch.where(modes == Mode.RACE, keys, numbers))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize(("num_ids", "width"), [(1, 1), (17, 20), (300, 300), (5000, 5003)])
+def test_rows_draw_the_tokens_of_the_definition(run, num_ids, width, temperature):
+    modes = [Mode.GREEDY, Mode.RACE, Mode.INVERSE, Mode.RACE, Mode.INVERSE]
+    logits = torch.randn(5, width) * 3
+    logits[:, num_ids:] = 1e9  # ids without a token, never chosen
+    wanted = draws(modes, temperature, first=num_ids)
+    ids, best = run_rows(run, 0, logits, wanted, num_ids)
+    want_ids, want_best = SAMPLE_ROWS.reference(logits, wanted, num_ids)
+    assert ids.tolist() == want_ids.tolist()
+    assert torch.equal(best, want_best)
+
+
+def test_ties_go_to_the_lower_id_and_draws_follow_the_distribution(run):
+    logits = torch.full((3, 700), -torch.inf)
+    logits[:, [40, 333, 690]] = 2.0
+    ids, _ = run_rows(run, 0, logits, draws([Mode.GREEDY, Mode.RACE, Mode.INVERSE]), 700)
+    assert ids[0] == 40
+    assert set(ids.tolist()) <= {40, 333, 690}
+    many = draws([Mode.RACE, Mode.INVERSE] * 9)
+    ids, _ = run_rows(run, 0, logits[:1].expand(18, -1), many, 700)
+    for mode in (Mode.RACE, Mode.INVERSE):
+        assert set(ids[many.modes == mode].tolist()) == {40, 333, 690}
+
+
+def test_rows_without_a_finite_maximum_give_some_id_and_say_so(run):
+    logits = torch.randn(4, 300)
+    logits[0, 7] = float("nan")
+    logits[1, 9] = float("inf")
+    logits[2] = -float("inf")
+    for mode in Mode:
+        ids, best = run_rows(run, 0, logits, draws([mode] * 4), 300)
+        assert best[0].isnan()
+        assert best[1] == float("inf")
+        assert best[2] == -float("inf")
+        assert ((ids >= 0) & (ids < 300)).all()
+        assert best[3] == logits[3].max()
+
+
+def test_a_row_does_not_depend_on_its_batch(run):
+    logits, wanted = torch.randn(6, 900) * 2, draws([Mode.RACE, Mode.INVERSE, Mode.GREEDY] * 2)
+    together, _ = run_rows(run, 0, logits, wanted, 900)
+    for i in range(6):
+        one = Draws(*(part[i : i + 1] for part in (wanted.temperature, wanted.modes, wanted.numbers)))
+        assert run_rows(run, 0, logits[i : i + 1], one, 900)[0].item() == together[i]
+    assert run_rows(run, 0, logits[:0], Draws(*(part[:0] for part in (wanted.temperature, wanted.modes, wanted.numbers))), 900)[
+        0
+    ].shape == (0,)
