@@ -35,6 +35,7 @@ class SequenceSlice:
     total_len: tokens of the sequence known at this step (L_total of decoder truncation; ignored in decode).
     history: up to (max n-gram - 1) token ids right before `start`, oldest first, for the n-gram tables.
     swa_valid_start: first position whose window rows are valid (0 normally).
+    restored: leading tokens that came from the prefix cache right before this slice, which begins behind them.
     """
 
     token_ids: list[int]
@@ -45,6 +46,7 @@ class SequenceSlice:
     history: tuple[int, ...] = ()
     swa_valid_start: int = 0
     logit_rows: LogitRows = LogitRows.LAST
+    restored: int = 0
 
     @property
     def end(self) -> int:

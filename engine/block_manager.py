@@ -17,20 +17,22 @@ class Admit(StrEnum):
 
 
 class RefPool:
-    """Ids 1 .. size-1, handed out first-in first-out. Id 0 is the dummy that padding rows point to; it is never handed out.
+    """Ids first .. first+size-2, handed out first-in first-out. Id 0 is the dummy that padding rows point to; it is never handed out.
 
     FIFO reuses the id that has been free the longest, so that a stale reader of freed memory is caught late rather than never.
     Every id has a reference count: `allocate` sets it to 1, `pin` adds one, `free` drops one and returns the id at zero.
+    size counts the dummy. first: above 1 when other ranks hand out the ids before it.
     """
 
-    __slots__ = ("_free", "_refs", "name", "size")
+    __slots__ = ("_first", "_free", "_refs", "name", "size")
 
-    def __init__(self, size: int, name: str) -> None:
+    def __init__(self, size: int, name: str, first: int = 1) -> None:
         assert size >= 2, f"pool of {name} has {size} entries, needs the dummy and at least one more"
         self.name = name
         self.size = size
-        self._free: deque[int] = deque(range(1, size))
-        self._refs = [0] * size
+        self._first = first
+        self._free: deque[int] = deque(range(first, first + size - 1))
+        self._refs = [0] * (first + size - 1)
 
     @property
     def num_free(self) -> int:
@@ -74,7 +76,8 @@ class RefPool:
             self._free.append(item)
 
     def _check_owned(self, item: int, action: str) -> None:
-        assert 0 < item < self.size, f"{action} of {self.name} {item}, ids are 1 to {self.size - 1}"
+        first, last = self._first, self._first + self.size - 2
+        assert first <= item <= last, f"{action} of {self.name} {item}, ids are {first} to {last}"
         assert self._refs[item] > 0, f"{action} of {self.name} {item}, which nobody owns"
 
     def free_all(self, items: list[int]) -> None:
@@ -86,10 +89,11 @@ class RefPool:
 class BlockManager:
     """Gives sequences their blocks and state slot, all or nothing, and takes them back."""
 
-    def __init__(self, num_blocks: int, num_state_slots: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, num_state_slots: int, block_size: int, part: int = 0) -> None:
+        """part: which of several equal ranges of ids is this rank's, see `engine/parallel/prompt_exchange.py`."""
         self.block_size = block_size
-        self.blocks = RefPool(num_blocks, "blocks")
-        self.slots = RefPool(num_state_slots, "state slots")
+        self.blocks = RefPool(num_blocks, "blocks", 1 + part * (num_blocks - 1))
+        self.slots = RefPool(num_state_slots, "state slots", 1 + part * (num_state_slots - 1))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -141,6 +141,7 @@ class EngineConfig:
         "How rows reach the experts of other ranks: all rows to all ranks, or to the ranks that need them.",
         choices=("auto", "gather", "all_to_all"),
     )
+    cp: int = knob(1, "Consecutive ranks that prefill prompts together; divides dp.", unit="ranks", ge=1, common=True)
     collective_timeout_s: float = knob(45.0, "Longest wait for a peer in a collective.", unit="s", gt=0)
 
     def __post_init__(self) -> None:
@@ -148,6 +149,8 @@ class EngineConfig:
         self.confidence_temperatures(self.num_draft_tokens)
         if self.dp % self.ep:
             raise ConfigError(f"engine.ep is {self.ep} and engine.dp is {self.dp}", hint="--dp must be a multiple of --ep")
+        if self.dp % self.cp:
+            raise ConfigError(f"engine.cp is {self.cp} and engine.dp is {self.dp}", hint="--dp must be a multiple of --cp")
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
                 f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",

@@ -37,10 +37,10 @@ GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for. `join` is called
-    instead when other ranks run a step with the experts of this one.
+    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for.
 
-    One whose `limits.draft_block_size` is above 0 has `draft` as well, see `engine/drafter.py`.
+    `join` is called instead when this rank has no rows in a step of others. One whose `limits.draft_block_size` is above 0 has `draft`
+    as well, see `engine/drafter.py`.
     """
 
     limits: Any
@@ -204,7 +204,8 @@ class Engine:
             self._run(step)
         else:
             self._land()
-            if self.config.ep > 1:
+            # Alone in its work, a rank has nothing to take part in beyond the vote. Others may need its experts, or its part of a prompt.
+            if self.config.ep > 1 or self.config.cp > 1:
                 self.runner.join(step.kind)
         return self._take_outputs()
 
@@ -366,4 +367,5 @@ def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int, drafte
         chunked_prefill=config.chunked_prefill,
         stop_preempted_request=config.stop_preempted_request,
         max_drafts=0 if drafter is None else drafter.max_drafts,
+        part=getattr(limits, "part", 0),
     )

@@ -29,6 +29,7 @@ from engine.models.native_model import NativeModel
 from engine.models.native_weights import NativeWeights, Tables, unsupported
 from engine.models.numerics import Numerics
 from engine.models.probe import Probe
+from engine.models.shared_inputs import SharedPrefill, make_shared_prefill
 from engine.models.static_inputs import StaticInputs
 from engine.native_start import NativeStart
 from engine.ops.registry import select
@@ -45,7 +46,8 @@ log = logging.getLogger(__name__)
 class Limits:
     """What a loaded engine can do, with every "auto" resolved.
 
-    num_blocks and num_state_slots include the reserved number 0. vocab_size: logits per row; tokenizer_size: ids that exist, the rest is
+    num_blocks and num_state_slots include the reserved number 0; where ranks prefill together they count this rank's part of the cache,
+    `part` of as many equal ones. vocab_size: logits per row; tokenizer_size: ids that exist, the rest is
     masked before sampling. keep_tokens: suffix kept by decoder truncation, 0 when mode is off. ngram_history: ids needed before a slice.
     fingerprint: content digest of the model.
     """
@@ -65,6 +67,7 @@ class Limits:
     ngram_history: int
     fingerprint: str
     draft_block_size: int
+    part: int = 0
 
 
 class ModelRunner:
@@ -85,8 +88,8 @@ class ModelRunner:
         group: Group | None = None,
     ) -> None:
         """draft: also keep the draft stages' windows up to date, so that `draft` can be called. recorder: makes decode steps recorded ones
-        on any device; without it they are on GPUs whose ops allow it. group: the ranks among which `config.ep` consecutive ones share the
-        experts; they all make their runners together, and each calls `run` or `join` once per step.
+        on any device; without it they are on GPUs whose ops allow it. group: the ranks of which `config.ep` consecutive ones share
+        experts and `config.cp` prefill together; all make their runners together, and each calls `run` or `join` once per step.
         """
         path = Path(config.model)
         model = load_config(path)
@@ -101,11 +104,12 @@ class ModelRunner:
         self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress, self._exchange)
         self._drafting = draft and self._draft is not None
         shape = _cache_shape(config, model, numerics, device, self._drafting)
-        self.limits = _limits(config, model, shape, precision, device, path)
+        self.limits = _limits(config, model, shape, precision, device, path, 0 if group is None else group.rank % config.cp)
         self.kv = KVCache(model.text, numerics, shape, device)
         self._truncation = Truncation(self.limits.mode, self.limits.keep_tokens)
         self.frequencies = _frequencies(model, device)
         self._inputs = InputBuilder(model.text, self.kv, self.token_map, *self.frequencies)
+        self._shared = make_shared_prefill(config, group, model.text, self.kv, self.token_map, self.frequencies)
         self._decode: RecordedDecode | None = None
         self._drafts: RecordedDraft | None = None
         reason = why_not_recorded(config, numerics, device, chosen)
@@ -186,6 +190,8 @@ class ModelRunner:
         PREFILL obeys the truncation mode; DECODE and VERIFY read the rings as they are. `probe` observes intermediate results, which
         only the eager path can show.
         """
+        if self._shared is not None and batch.kind is StepKind.PREFILL:
+            return self._run_shared(self._shared, batch)
         exchange = self._exchange
         if exchange is None:
             return self._forward(batch, probe)
@@ -196,10 +202,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def join(self, kind: StepKind) -> None:
-        """Take part in a step without rows of this rank: other ranks need its experts."""
-        assert self._exchange is not None, "nobody needs the experts of this rank"
-        self._exchange.begin(0, 0)
-        self._exchange.finish()
+        """Take part in a step without rows of this rank: other ranks may need its experts, or its part of their prompts."""
+        if self._shared is not None and kind is StepKind.PREFILL:
+            self._run_shared(self._shared, Batch(kind, []))
+        elif self._exchange is not None:
+            self._exchange.begin(0, 0)
+            self._exchange.finish()
 
     def _count_rows(self, batch: Batch) -> tuple[int, int]:
         """Rows of encoder and of decoder layers."""
@@ -222,6 +230,26 @@ class ModelRunner:
             text = self.model_config.text
             rows = inputs.decoder if text.dspark_target_layer_ids[0] >= text.boundary else inputs.encoder
             self._draft.store_taps(output.taps, rows, self.kv)
+        return self.backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
+
+    def _run_shared(self, shared: SharedPrefill, batch: Batch) -> Tensor:
+        """This rank's share of the prompts of all ranks; its own logits. batch: its own prompts, none when it only helps."""
+        inputs = shared.inputs(batch, self._truncation)
+        if self._exchange is not None:
+            self._exchange.begin(*((0, 0) if inputs is None else (len(inputs.encoder), len(inputs.decoder))))
+        logits = torch.empty(0, self.limits.vocab_size, device=self.limits.device) if inputs is None else self._forward_share(inputs)
+        if self._exchange is not None:
+            self._exchange.finish()
+        return logits
+
+    def _forward_share(self, inputs: StepInputs) -> Tensor:
+        assert inputs.share is not None
+        output = self.backbone(inputs, self.kv, want_taps=self._drafting)
+        if self._drafting and output.taps is not None:
+            assert self._draft is not None
+            text = self.model_config.text
+            behind = inputs.kept is not None and text.dspark_target_layer_ids[0] >= text.boundary
+            self._draft.store_taps(output.taps, inputs.decoder if behind else inputs.share.own_rows, self.kv)
         return self.backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
 
     def build_inputs(self, batch: Batch) -> StepInputs:
@@ -356,11 +384,11 @@ def _cache_shape(config: EngineConfig, model: ModelConfig, numerics: Numerics, d
             )
         # A cache beyond what all sequences together can fill would only be dead weight.
         longest = -(-(text.max_position_embeddings + config.backtracking_tokens) // config.block_size)
-        num_blocks = min(num_blocks, max_num_seqs * longest + 1)
+        num_blocks = min(num_blocks, config.cp * max_num_seqs * longest + 1)
     return CacheShape(
         block_size=config.block_size,
-        num_blocks=num_blocks,
-        num_state_slots=int(max_num_seqs * config.state_slots_ratio) + 1,
+        num_blocks=num_blocks - (num_blocks - 1) % config.cp,
+        num_state_slots=config.cp * int(max_num_seqs * config.state_slots_ratio) + 1,
         backtracking_tokens=config.backtracking_tokens,
         keep_tokens=keep,
         num_draft_stages=text.num_stages if drafting else 0,
@@ -385,13 +413,16 @@ def _check_cache_settings(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"engine.yoco_mode is {config.yoco_mode} but {why}", hint="--yoco-keep-tokens 0")
 
 
-def _limits(config: EngineConfig, model: ModelConfig, shape: CacheShape, precision: Precision, device: str, path: Path) -> Limits:
+def _limits(
+    config: EngineConfig, model: ModelConfig, shape: CacheShape, precision: Precision, device: str, path: Path, part: int
+) -> Limits:
     text = model.text
-    room = (shape.num_blocks - 1) * shape.block_size - config.backtracking_tokens
+    num_blocks, num_slots = ((count - 1) // config.cp + 1 for count in (shape.num_blocks, shape.num_state_slots))
+    room = (num_blocks - 1) * shape.block_size - config.backtracking_tokens
     max_model_len = _number(config.max_model_len, min(text.max_position_embeddings, room))
     if max_model_len > room or max_model_len < 1:
         raise NotEnoughMemory(
-            f"engine.max_model_len is {max_model_len} but {shape.num_blocks} cache blocks of {shape.block_size} hold {max(0, room)} tokens",
+            f"engine.max_model_len is {max_model_len} but {num_blocks} cache blocks of {shape.block_size} hold {max(0, room)} tokens",
             hint="lower engine.max_model_len or raise engine.kv_cache_gb",
         )
     max_num_seqs = _number(config.max_num_seqs, 256 if device == "cuda" else 32)
@@ -404,8 +435,8 @@ def _limits(config: EngineConfig, model: ModelConfig, shape: CacheShape, precisi
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=tokens,
-        num_blocks=shape.num_blocks,
-        num_state_slots=shape.num_state_slots,
+        num_blocks=num_blocks,
+        num_state_slots=num_slots,
         precision=precision,
         device=device,
         vocab_size=text.vocab_size,
@@ -416,6 +447,7 @@ def _limits(config: EngineConfig, model: ModelConfig, shape: CacheShape, precisi
         ngram_history=text.ngram_history,
         fingerprint=model_fingerprint(path, config.load_format, config.seed),
         draft_block_size=text.dspark_block_size if shape.num_draft_stages else 0,
+        part=part,
     )
 
 

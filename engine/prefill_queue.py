@@ -47,7 +47,8 @@ class PrefillQueue:
         budget = self._limits.max_num_batched_tokens
         while self.waiting and budget > 0 and num_running + len(step.seqs) < self._limits.max_num_seqs:
             seq = self.waiting[0]
-            if not seq.block_table:
+            fresh = not seq.block_table
+            if fresh:
                 admit = self._admit(seq, budget)
                 if admit is Admit.LATER:
                     break
@@ -58,7 +59,7 @@ class PrefillQueue:
             end = self._chunk_end(seq, budget)
             self.waiting.popleft()
             budget -= end - seq.num_computed
-            self._add(step, seq, end)
+            self._add(step, seq, end, seq.num_computed if fresh else 0)
             if end < seq.prefill_len:
                 break
         self.waiting.extendleft(reversed(held))
@@ -107,7 +108,7 @@ class PrefillQueue:
                 end = seq.checkpoints[0]
         return end
 
-    def _add(self, step: Step, seq: Sequence, end: int) -> None:
+    def _add(self, step: Step, seq: Sequence, end: int, restored: int) -> None:
         start = seq.num_computed
         last = end == seq.prefill_len
         step.seqs.append(seq)
@@ -120,6 +121,7 @@ class PrefillQueue:
                 state_slot=seq.state_slot,
                 history=tuple(seq.token_ids[max(0, start - self._limits.history_len) : start]),
                 logit_rows=LogitRows.LAST if last else LogitRows.NONE,
+                restored=restored,
             )
         )
         if last:

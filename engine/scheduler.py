@@ -43,7 +43,7 @@ class Scheduler:
         self.limits = limits
         self.gate = gate
         self.cache = cache
-        self.blocks = BlockManager(limits.num_blocks, limits.num_state_slots, limits.block_size)
+        self.blocks = BlockManager(limits.num_blocks, limits.num_state_slots, limits.block_size, limits.part)
         self.counters = SchedulerCounters(verified_at=[0] * limits.max_drafts, accepted_at=[0] * limits.max_drafts)
         self._land = land
         self._outputs = OutputProcessor(limits, self.blocks, cache, clock, self.counters)

@@ -13,6 +13,7 @@ class SchedulerLimits:
     """Sizes that do not change while the engine runs. Tokens, sequences and blocks; block 0 and slot 0 are included in the counts.
 
     history_len: tokens before a slice that the model's n-gram tables look at. max_drafts: most drafts of one sequence and step.
+    part: whose range of block and slot ids this is, among ranks that prefill prompts together.
     """
 
     max_model_len: int
@@ -26,6 +27,7 @@ class SchedulerLimits:
     chunked_prefill: bool = True
     stop_preempted_request: bool = False
     max_drafts: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,18 +50,25 @@ class Compressor:
 
     def __call__(self, x: Tensor, entries: NewEntries, cache: KVCache) -> None:
         """x: [T, C], the attention input of ALL rows of the step. Completes the step's entries and stores them."""
-        raw = self._pairs(x, entries, cache) if self.ratio == 2 else self.wkv(x)
+        self.store(self.project(x), entries, cache)
+
+    def project(self, x: Tensor) -> Tensor:
+        """What a row contributes to its entry: [T, D], or for ratio 2 value and gate [T, 2 * D] fp32."""
+        return self.wkv(x.float()) if self.ratio == 2 else self.wkv(x)
+
+    def store(self, projected: Tensor, entries: NewEntries, cache: KVCache) -> None:
+        """projected: `project` of all rows of the step."""
+        raw = self._pool(projected, entries, cache) if self.ratio == 2 else projected
         latent = rms_norm(raw, self.norm, self.eps)
         # The index key reads the latent before it is rotated in place.
         key = rotate_(rms_norm(self.wk(latent), self.k_norm, self.eps), entries.rot)
         entry = rotate_(latent, entries.rot)
         cache.store_entries(self.layer, entries.block, entries.place, entry, key)
 
-    def _pairs(self, x: Tensor, entries: NewEntries, cache: KVCache) -> Tensor:
+    def _pool(self, both: Tensor, entries: NewEntries, cache: KVCache) -> Tensor:
         """Pool value and gate of both tokens of each entry, fp32 up to here; the first token may belong to an earlier step."""
         pairs = entries.pairs
         assert pairs is not None
-        both = self.wkv(x.float())
         partial = cache.partials[self.layer]
         earlier = both if pairs.load is None else torch.cat((partial.index_select(0, pairs.load), both))
         pooled = pool_pairs(earlier.index_select(0, pairs.first), both.index_select(0, pairs.last))

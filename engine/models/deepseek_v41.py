@@ -15,11 +15,12 @@ from engine.models.config import TextConfig
 from engine.models.engram import Engram
 from engine.models.hyper_connections import first_mix, load_mixer
 from engine.models.indexer import Indexer, Picks
-from engine.models.inputs import Rows, StepInputs
+from engine.models.inputs import NewEntries, Rows, StepInputs
 from engine.models.moe import MoE
 from engine.models.numerics import Numerics, WideLinear
 from engine.models.packed_layers import PackedMoE
 from engine.models.probe import Probe
+from engine.models.shared_inputs import ContextShare
 from engine.ops.hyper_boundary import Boundary, Mixer, Written, hyper_boundary
 from engine.ops.hyper_streams import expand
 from engine.parallel.expert_exchange import ExpertExchange
@@ -93,7 +94,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """hidden: [T, C] normalised output of the kept rows. taps: [T, targets * C] inputs of the draft stages, None when not asked for."""
+    """hidden: [T, C] normalised output of the kept rows. taps: [T, targets * C] inputs of the draft stages, None when not asked for.
+
+    Of a step that several ranks share: hidden of the rows that this rank asks for, taps of its own sequences' rows.
+    """
 
     hidden: Tensor
     taps: Tensor | None
@@ -104,6 +108,7 @@ class Streams:
     """What travels from layer to layer: streams [T, n, C], read weights [T, n], the rows they belong to, and the current picks.
 
     written: the last sublayer's output, which the next boundary writes back on the way; None when h has it already.
+    share: how these rows meet those of other ranks; None when all rows are here.
     """
 
     h: Tensor
@@ -111,6 +116,7 @@ class Streams:
     rows: Rows | None = None
     picks: Picks | None = None
     written: Written | None = None
+    share: ContextShare | None = None
 
     def settle(self) -> Tensor:
         """The streams with everything written back."""
@@ -146,7 +152,7 @@ class DeepseekV41:
     def __call__(self, inputs: StepInputs, cache: KVCache, *, want_taps: bool = False, probe: Probe | None = None) -> Output:
         """Run all layers over one step, reading and extending the cache."""
         h = self.embed[inputs.token_ids][:, None].expand(-1, self.text.hc_mult, -1).contiguous()
-        state = Streams(h, first_mix(len(h), self.text.hc_mult, h.device), inputs.encoder)
+        state = Streams(h, first_mix(len(h), self.text.hc_mult, h.device), inputs.encoder, share=inputs.share)
         taps = []
         for number, layer in enumerate(self.layers):
             if layer.engram is not None:
@@ -155,11 +161,14 @@ class DeepseekV41:
                 return Output(state.h.new_zeros(0, self.text.hidden_size), None)
             entered = layer.block.enter(state)
             if (want_taps or probe is not None) and number in self.text.dspark_target_layer_ids:
-                taps.append(entered.h.float().mean(1).to(entered.h.dtype))
+                tap = entered.h.float().mean(1).to(entered.h.dtype)
+                taps.append(tap if state.share is None else state.share.own(tap))
             self._run_layer(layer, number, entered, state, inputs, cache, probe)
         if probe is not None and taps:
             probe.record("main_hidden", -1, torch.cat(taps, 1))
         hidden = hyper_boundary(state.h, state.written, None, state.pre, self.norm, self.text.rms_norm_eps).x
+        if state.share is not None:
+            hidden = state.share.outputs(hidden)
         return Output(hidden, torch.cat(taps, 1) if taps else None)
 
     def run_one_layer(self, number: int, state: Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None = None) -> None:
@@ -179,9 +188,18 @@ class DeepseekV41:
         assert inputs.kept is not None
         block, state.h = layer.block, state.settle()
         x = hyper_boundary(state.h, None, None, state.pre, block.attn_norm, block.eps).x
-        layer.compressor(x, inputs.entries[self.text.ratio(number)], cache)
-        state.h, state.pre = state.h.index_select(0, inputs.kept), state.pre.index_select(0, inputs.kept)
+        self._compress(layer.compressor, x, inputs.entries[self.text.ratio(number)], state, cache)
+        if state.share is None:
+            state.h, state.pre = state.h.index_select(0, inputs.kept), state.pre.index_select(0, inputs.kept)
+        else:
+            assert state.share.kept is not None
+            state.h, state.pre = state.share.kept(state.h), state.share.kept(state.pre)
+            state.share = None  # from here on every rank has all kept rows of its own sequences
         return len(inputs.kept) > 0
+
+    def _compress(self, compressor: Compressor, x: Tensor, entries: NewEntries, state: Streams, cache: KVCache) -> None:
+        projected = compressor.project(x)
+        compressor.store(projected if state.share is None else state.share.keys(projected), entries, cache)
 
     def _run_layer(
         self, layer: Layer, number: int, entered: Boundary, state: Streams, inputs: StepInputs, cache: KVCache, probe: Probe | None
@@ -198,10 +216,12 @@ class DeepseekV41:
             keys = ring
         else:
             latent, stored = block.attention.project(x, rot, cache)
+            if state.share is not None:
+                stored = state.share.keys(stored)
             keys = window_keys(stored, ring, rows)
         compressed = number == text.boundary and inputs.kept is not None
         if layer.compressor is not None and not compressed:
-            layer.compressor(x, inputs.entries[ratio], cache)
+            self._compress(layer.compressor, x, inputs.entries[ratio], state, cache)
         if layer.indexer is not None:
             state.picks = layer.indexer(x, latent, rows, inputs, cache, state.picks, probe)
         sources = [(keys, rows.window)]

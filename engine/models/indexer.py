@@ -146,6 +146,8 @@ class Indexer:
     def _groups(self, rows: Rows, num_entries: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """(first sequence, last, pieces of rows): sequences with equally many rows side by side, or one in pieces of bounded memory."""
         lens = [end - begin for begin, end in rows.bounds]
+        if not any(lens):
+            return []
         per_row = 4 * num_entries * (self.text.index_n_heads + 2)
         per_seq = 4 * num_entries * self.text.index_head_dim + lens[0] * per_row
         if len(set(lens)) == 1 and per_seq <= _GROUP_BYTES:

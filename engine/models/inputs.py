@@ -6,6 +6,7 @@ Everything a layer needs to find its keys is an index tensor built here once: ri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from engine.ops.engram_hash import DEAD
 from engine.ops.rope import rotation
 from engine.ops.sparse_attention import Selection
 from engine.readout import to_device
+
+if TYPE_CHECKING:
+    from engine.models.shared_inputs import ContextShare
 
 Ints = NDArray[np.int64]
 
@@ -101,7 +105,11 @@ class NewEntries:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step. encoder rows are the rows of the batch; decoder rows are the kept ones, the same object without truncation."""
+    """One step. encoder rows are the rows of the batch; decoder rows are the kept ones, the same object without truncation.
+
+    share: when several ranks compute the step's rows together; the rows here are then those of this rank, and keys, entries and
+    block table those of the whole batch.
+    """
 
     token_ids: Tensor
     grams: Tensor
@@ -112,6 +120,7 @@ class StepInputs:
     entries: dict[int, NewEntries]
     max_visible: dict[int, int]
     logit_rows: Tensor
+    share: ContextShare | None = None
 
 
 def fill_late(late: LateTokens, token_ids: Tensor, grams: Tensor, token_map: Tensor) -> None:
@@ -138,14 +147,7 @@ class InputBuilder:
         slices = batch.slices
         if batch.kind is not StepKind.PREFILL:
             truncation = Truncation()
-        span = _Span.of([s.start for s in slices], [s.end for s in slices])
-        for s in slices:
-            assert len(s.block_table) * self._cache.block_size >= s.end, f"{len(s.block_table)} blocks cannot hold {s.end} tokens"
-        slots = np.array([s.state_slot for s in slices], dtype=np.int64)
-        floor = np.array([s.swa_valid_start for s in slices], dtype=np.int64)
-        rect = np.zeros(len(slices), dtype=np.int64)
-        if truncation.mode is not TruncationMode.OFF:
-            rect = np.array([max(0, s.total_len - truncation.keep) for s in slices], dtype=np.int64)
+        span, slots, floor, rect = self._spans(batch, truncation)
         in_place = batch.kind is not StepKind.PREFILL
         encoder = self._rows(span, slots, floor, np.zeros_like(rect), in_place)
         decoder, kept = encoder, None
@@ -164,20 +166,41 @@ class InputBuilder:
             kept=None if kept is None else self._tensor(kept),
             entries={r: self._entries(r, span, slots, table) for r in self._ratios},
             max_visible={r: int(span.ends.max()) // r for r in self._ratios},
-            logit_rows=self._tensor(_logit_rows(batch, span, kept)),
+            logit_rows=self._tensor(logit_rows(batch, span, kept)),
         )
 
-    def _decoder_rows(self, span: _Span, slots: Ints, floor: Ints, rect: Ints, mode: TruncationMode) -> tuple[Rows, Ints | None]:
+    def _spans(self, batch: Batch, truncation: Truncation) -> tuple[Span, Ints, Ints, Ints]:
+        """Rows of all sequences, and per sequence: state slot, first valid window position, first position that decoder layers see."""
+        slices = batch.slices
+        for s in slices:
+            assert len(s.block_table) * self._cache.block_size >= s.end, f"{len(s.block_table)} blocks cannot hold {s.end} tokens"
+        rect = np.zeros(len(slices), dtype=np.int64)
+        if truncation.mode is not TruncationMode.OFF:
+            rect = np.array([max(0, s.total_len - truncation.keep) for s in slices], dtype=np.int64)
+        return (
+            Span.of([s.start for s in slices], [s.end for s in slices]),
+            np.array([s.state_slot for s in slices], dtype=np.int64),
+            np.array([s.swa_valid_start for s in slices], dtype=np.int64),
+            rect,
+        )
+
+    def _decoder_rows(self, span: Span, slots: Ints, floor: Ints, rect: Ints, mode: TruncationMode) -> tuple[Rows, Ints | None]:
         if mode is TruncationMode.MASK:
             return self._rows(span, slots, floor, rect, in_place=False), None
         kept = (span.positions >= rect[span.seq]).nonzero()[0]
         # A sequence whose chunk lies wholly before its kept suffix has no rows here; its span is empty.
         starts = np.minimum(np.maximum(span.starts, rect), span.ends)
-        return self._rows(_Span.of(starts, span.ends), slots, floor, rect, in_place=False), kept
+        return self._rows(Span.of(starts, span.ends), slots, floor, rect, in_place=False), kept
 
-    def _rows(self, span: _Span, slots: Ints, floor: Ints, rect: Ints, in_place: bool) -> Rows:
+    def _rows(self, span: Span, slots: Ints, floor: Ints, rect: Ints, in_place: bool, pick: Ints | None = None) -> Rows:
+        """pick: batch rows that ask, sequence by sequence, when other ranks compute the rest; new keys are always those of all rows."""
         window, ring = self._cache.window, self._cache.ring_rows
         pos, seq = span.positions, span.seq
+        store = (pos >= np.maximum(span.ends - ring, rect)[seq]).nonzero()[0]
+        store_slots = (slots[seq] * ring + pos % ring)[store]
+        store_rows = None if len(store) == len(pos) else self._tensor(store)
+        if pick is not None:
+            pos, seq = pos[pick], seq[pick]
         lowest = np.maximum(pos - window + 1, np.maximum(rect, floor)[seq])
         keys = pos[:, None] + np.arange(1 - window, 1)
         visible = keys >= np.maximum(lowest, 0)[:, None]
@@ -192,17 +215,17 @@ class InputBuilder:
             offset = (span.begins - span.starts + loads.size)[seq][:, None]
             old = (seq * (window - 1) - span.starts[seq] + window - 1)[:, None]
             index = keys + np.where(keys >= span.starts[seq][:, None], offset, old)
-        store = (pos >= np.maximum(span.ends - ring, rect)[seq]).nonzero()[0]
         positions = self._tensor(pos)
+        ends = np.cumsum(np.bincount(seq, minlength=len(slots)))
         return Rows(
             positions=positions,
             seq=self._tensor(seq),
-            bounds=list(zip(span.begins.tolist(), (span.begins + span.lens).tolist(), strict=True)),
+            bounds=list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)),
             rotations=self._rotations(positions),
             history=history,
             window=Selection(torch.from_numpy(np.where(visible, index, -1).astype(np.int32)).to(self._device)),
-            store_rows=None if len(store) == len(pos) else self._tensor(store),
-            store_slots=self._tensor((slots[seq] * ring + pos % ring)[store]),
+            store_rows=store_rows,
+            store_slots=self._tensor(store_slots),
             visible={r: (positions + 1).div(r, rounding_mode="floor") for r in self._ratios},
         )
 
@@ -210,7 +233,7 @@ class InputBuilder:
         plain, scaled = rotation(positions, self._plain), rotation(positions, self._scaled)
         return Rotations(plain, scaled, plain.conj_physical(), scaled.conj_physical())
 
-    def _entries(self, ratio: int, span: _Span, slots: Ints, table: Ints) -> NewEntries:
+    def _entries(self, ratio: int, span: Span, slots: Ints, table: Ints) -> NewEntries:
         pos, seq = span.positions, span.seq
         last = (pos % ratio == ratio - 1).nonzero()[0]
         entry, owner = pos[last] // ratio, seq[last]
@@ -258,7 +281,7 @@ class InputBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class Span:
     """Rows of several sequences back to back: per sequence [B], per row [T]."""
 
     starts: Ints
@@ -269,16 +292,16 @@ class _Span:
     seq: Ints
 
     @staticmethod
-    def of(starts: list[int] | Ints, ends: list[int] | Ints) -> _Span:
+    def of(starts: list[int] | Ints, ends: list[int] | Ints) -> Span:
         first, end = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
         lens = end - first
         begins = np.cumsum(lens) - lens
         seq = np.repeat(np.arange(len(lens)), lens)
         positions = np.arange(lens.sum()) + (first - begins)[seq]
-        return _Span(first, end, lens, begins, positions, seq)
+        return Span(first, end, lens, begins, positions, seq)
 
 
-def _logit_rows(batch: Batch, span: _Span, kept: Ints | None) -> Ints:
+def logit_rows(batch: Batch, span: Span, kept: Ints | None) -> Ints:
     """Rows of the last layers' output whose logits are wanted."""
     wanted: list[Ints] = []
     for s, begin, count in zip(batch.slices, span.begins, span.lens, strict=True):

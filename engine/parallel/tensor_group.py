@@ -28,6 +28,9 @@ class TensorGroup(Protocol):
     def max(self, values: list[int]) -> list[int]:
         """Element-wise maximum of host integers, on the host."""
 
+    def gather_ints(self, mine: list[int]) -> list[list[int]]:
+        """What every rank gave, in rank order, on the host. Any number of integers below 2**63 in magnitude."""
+
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
         """out [size, *mine.shape]: what every rank gave, in rank order."""
 
@@ -62,6 +65,15 @@ class TorchTensors:
         packed = torch.tensor(values, dtype=torch.int64)
         self._guard(dist.all_reduce, packed, op=dist.ReduceOp.MAX, group=self._host)
         return packed.tolist()
+
+    def gather_ints(self, mine: list[int]) -> list[list[int]]:
+        [longest] = self.max([len(mine)])
+        packed = torch.zeros(longest + 1, dtype=torch.int64)
+        packed[0] = len(mine)
+        packed[1 : len(mine) + 1] = torch.tensor(mine, dtype=torch.int64)
+        out = torch.empty(self.size * len(packed), dtype=torch.int64)
+        self._guard(dist.all_gather_into_tensor, out, packed, group=self._host)
+        return [row[1 : row[0] + 1] for row in out.view(self.size, -1).tolist()]
 
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
         self._guard(dist.all_gather_into_tensor, _bytes(out), _bytes(mine), group=self._device)
@@ -105,6 +117,9 @@ class SoloTensors:
 
     def max(self, values: list[int]) -> list[int]:
         return values
+
+    def gather_ints(self, mine: list[int]) -> list[list[int]]:
+        return [mine]
 
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
         out.copy_(mine.view(out.shape))

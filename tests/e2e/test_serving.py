@@ -187,3 +187,23 @@ def test_routing_by_cost_asks_the_caches_of_the_ranks(dix: Dix) -> None:
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     finally:
         dix("stop", "cost", "--grace", "1s")
+
+
+def test_ranks_that_prefill_together_answer_as_one_rank_does(dix: Dix, server: Server) -> None:
+    together = start(dix, "cp", "--dp", "2", "--cp", "2")
+    try:
+        prompts = [[20 + (i * 7 + n) % 900 for i in range(length)] for n, length in enumerate((5, 130, 700, 1500))]
+
+        def ask(url: str, prompt: list[int], cache: bool) -> tuple[str, int]:
+            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "prefix_cache": cache}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+            return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        for prompt in prompts:
+            alone, _ = ask(server.url, prompt, cache=False)
+            assert ask(together.url, prompt, cache=False) == (alone, 0)
+            assert ask(together.url, prompt, cache=True) == (alone, 0)
+            hit = (len(prompt) - KEEP) // PAGE * PAGE if len(prompt) >= PAGE + KEEP else 0
+            assert ask(together.url, prompt, cache=True) == (alone, hit)
+    finally:
+        dix("stop", "cp", "--grace", "1s")

@@ -22,6 +22,9 @@ class ThreadTensors:
     def max(self, values: list[int]) -> list[int]:
         return self._share(values, lambda board: [max(column) for column in zip(*board, strict=True)])
 
+    def gather_ints(self, mine: list[int]) -> list[list[int]]:
+        return self._share(mine, lambda board: [list(given) for given in board])
+
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
         self.bytes_sent += mine.nbytes
         self._share(mine, lambda board: [out.view(self.size, *mine.shape)[i].copy_(given) for i, given in enumerate(board)])

@@ -1,0 +1,163 @@
+"""The inputs of a prompt step that several ranks compute together, each its share of the rows (balanced context parallelism).
+
+All ranks have the same batch, the prompts of all of them, and complete caches of its sequences: every rank stores every new key and
+entry. Queries, experts and streams stay with the rank that has the row. With compact truncation the decoder layers run on the rank
+that the sequence belongs to, for its kept rows alone: they are few, and dividing them would not divide the weights that they read.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from engine.config import EngineConfig, TruncationMode
+from engine.distributed import Group
+from engine.kv_cache import KVCache
+from engine.models.config import TextConfig
+from engine.models.inputs import InputBuilder, Ints, Rows, Span, StepInputs, Truncation, logit_rows
+from engine.parallel.context_split import ContextSplit, key_ranges, split_context
+from engine.parallel.prompt_exchange import PromptExchange
+from engine.parallel.row_gather import RowGather
+from engine.parallel.tensor_group import TensorGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """How one rank's rows of a step come together with those of the others.
+
+    keys: all rows, for what every rank stores. kept: the rows that this rank's decoder layers see; None when all layers are shared.
+    outputs: the rows whose logits this rank wants. own: all rows of this rank's own sequences, and own_rows describes them.
+    """
+
+    keys: RowGather
+    kept: RowGather | None
+    outputs: RowGather
+    own: RowGather
+    own_rows: Rows
+
+
+class SharedInputBuilder(InputBuilder):
+    """Also builds the inputs of one rank's share. group: the ranks that compute prompts together."""
+
+    def __init__(
+        self, text: TextConfig, cache: KVCache, token_map: list[int], plain: torch.Tensor, scaled: torch.Tensor, group: TensorGroup
+    ) -> None:
+        super().__init__(text, cache, token_map, plain, scaled)
+        self._group = group
+
+    def build_share(self, batch: Batch, own: range, truncation: Truncation) -> StepInputs:
+        """batch: the prompts of all ranks, not empty. own: which of its slices belong to this rank."""
+        group = self._group
+        span, slots, floor, rect = self._spans(batch, truncation)
+        split = split_context(span.lens, group.size)
+        pick = _asked_rows(split, group.rank)
+        mine = np.isin(np.arange(len(span.lens)), own)
+        compact = truncation.mode is TruncationMode.COMPACT and bool(rect.any())
+        encoder = self._share_rows(span, slots, floor, np.zeros_like(rect), split)
+        decoder, kept = encoder, None
+        if compact:
+            # Sequences of other ranks keep no row here.
+            decoder, kept = self._decoder_rows(span, slots, floor, np.where(mine, rect, span.ends), truncation.mode)
+        elif rect.any():
+            decoder = self._share_rows(span, slots, floor, rect, split)
+        table = self._block_table([s.block_table for s in batch.slices])
+        token_ids = np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in batch.slices])
+        wanted = logit_rows(batch, span, None)
+        own_wanted = wanted[mine[span.seq[wanted]]]
+        return StepInputs(
+            token_ids=self._tensor(token_ids[pick]),
+            grams=self._grams(batch).index_select(0, self._tensor(pick)),
+            block_table=self._tensor(table),
+            encoder=encoder,
+            decoder=decoder,
+            kept=None if kept is None else self._tensor(kept),
+            entries={r: self._entries(r, span, slots, table) for r in self._ratios},
+            max_visible={r: int(span.ends.max()) // r for r in self._ratios},
+            logit_rows=self._tensor(np.arange(len(own_wanted)) if kept is None else np.searchsorted(kept, own_wanted)),
+            share=self._share(split, span, rect, mine, (slots, floor), kept, (wanted, own_wanted)),
+        )
+
+    def _share_rows(self, span: Span, slots: Ints, floor: Ints, rect: Ints, split: ContextSplit) -> Rows:
+        """The query rows of this rank's share; keys and stores are those of the whole batch."""
+        rank = self._group.rank
+        rows = self._rows(span, slots, floor, rect, in_place=False, pick=_asked_rows(split, rank))
+        if len(split.rows(rank)) == 0:
+            return rows
+        visible = {}
+        for ratio in self._ratios:
+            start, end = key_ranges(split, rank, span.lens, span.ends, ratio)
+            visible[ratio] = self._tensor(end - start)
+        return replace(rows, visible=visible)
+
+    def _share(
+        self,
+        split: ContextSplit,
+        span: Span,
+        rect: Ints,
+        mine: np.typing.NDArray[np.bool_],
+        places: tuple[Ints, Ints],
+        kept: Ints | None,
+        wanted: tuple[Ints, Ints],
+    ) -> ContextShare:
+        def gather(rows: Ints, here: Ints) -> RowGather:
+            return RowGather.of(self._group, split, rows, here, self._device)
+
+        everything = np.arange(len(span.positions))
+        own = everything[mine[span.seq]]
+        kept_anywhere = everything[span.positions >= rect[span.seq]]
+        own_span = Span.of(np.where(mine, span.starts, span.ends), span.ends)
+        return ContextShare(
+            keys=gather(everything, everything),
+            kept=None if kept is None else gather(kept_anywhere, kept),
+            outputs=gather(*wanted),
+            own=gather(everything, own),
+            own_rows=self._rows(own_span, *places, np.zeros_like(rect), in_place=False),
+        )
+
+
+def _asked_rows(split: ContextSplit, rank: int) -> Ints:
+    """Batch rows that a rank computes. One whose share is empty computes the first row as well, for nobody: operations need a row."""
+    rows = split.rows(rank)
+    return rows if len(rows) else np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefill:
+    """Prompt steps that the ranks of a group compute together."""
+
+    exchange: PromptExchange
+    builder: SharedInputBuilder
+
+    def inputs(self, batch: Batch, truncation: Truncation) -> StepInputs | None:
+        """This rank's share of what all ranks prefill now; None when nobody of the group has a prompt. batch: its own prompts."""
+        everything, owners = self.exchange.join(batch)
+        if not everything.slices:
+            return None
+        self.exchange.copy_restored(everything, owners)
+        return self.builder.build_share(everything, owners[self.exchange.group.rank], truncation)
+
+
+def make_shared_prefill(
+    config: EngineConfig,
+    group: Group | None,
+    text: TextConfig,
+    kv: KVCache,
+    token_map: list[int],
+    frequencies: tuple[torch.Tensor, torch.Tensor],
+) -> SharedPrefill | None:
+    """None when every rank prefills alone. All ranks of `group` call it together."""
+    if config.cp == 1:
+        return None
+    assert group is not None, f"engine.cp is {config.cp} without a group"
+    assert group.size == config.dp, f"engine.dp is {config.dp} in a group of {group.size}"
+    device = kv.blocks.device.type
+    if device == "cpu":
+        log.warning("engine.cp is %d: prompt steps run in plain torch, which is slower; decode steps may still be compiled", config.cp)
+    tensors = group.split(config.cp, device)
+    return SharedPrefill(PromptExchange(tensors, kv), SharedInputBuilder(text, kv, token_map, *frequencies, tensors))
