@@ -6,7 +6,7 @@ from importlib import import_module
 
 from deepinfer_cli.opbench.case import Case
 
-MODULES = ("library", "moe", "engram", "sample", "attention", "layers")
+MODULES = ("library", "moe", "engram", "sample", "attention", "index", "layers")
 
 
 def all_cases(group: str) -> list[Case]:

@@ -44,7 +44,7 @@ class PagedIndexKeys:
 
 @dataclass(frozen=True, slots=True)
 class IndexQuery:
-    """Query rows. q: [T, H, D] rotated and rounded, weights: [T, H], both bf16 or fp32. seq, count: [T] int64, sequence and visible entries."""
+    """Query rows. q: [T, H, D] rotated and rounded, weights: [T, H], both bf16 or fp32. seq, count: [T] int64."""
 
     q: Tensor
     weights: Tensor

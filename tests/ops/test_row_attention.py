@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -137,10 +139,28 @@ def test_fp32_and_odd_widths_run_the_reference(device, kernel, caplog):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize("splits", [0, 1, 3])
-@pytest.mark.parametrize("num_queries", [1, 8, 300])
-def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, splits):
-    assert Problem(device, num_queries, REAL, window=128, entries=512, num_rows=20_000).error(kernel, splits) <= LIMIT
+@pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 128, 512), (8, 100, 300), (300, 128, 512), (3, 128, None), (2, 1, 1)])
+def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window, entries, splits, hopper):
+    from engine.ops.triton.row_attention import Tuning
+
+    problem = Problem(device, num_queries, REAL, window=window, entries=entries, num_rows=20_000)
+    assert problem.error(partial(kernel, tuning=Tuning(hopper=hopper)), splits) <= LIMIT
+
+
+@pytest.mark.gpu
+def test_released_shape_survives_absent_rows_and_extremes(device, kernel):
+    problem = Problem(device, 3, REAL, window=128, entries=512, num_rows=2000, scale=100.0)
+    for source in problem.sources:
+        source.index[0] = -1
+        source.index[source.index == 0] = -1
+        source.rows[0] = 0xFF
+    for splits in (1, 5):
+        got = problem.run(kernel, splits)
+        assert (got[0] == 0).all()
+        assert torch.equal(got, problem.run(kernel, splits))
+        assert got.isfinite().all()
 
 
 def test_real_shape_in_the_interpreter(device, kernel):

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Packed cache rows to bf16 inside a kernel, even and odd channels apart.
 
 Two neighbouring channels come from one byte (E2M1) or one 16-bit word (E4M3), so splitting them by parity needs no exchange between

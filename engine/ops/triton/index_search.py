@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Index search over packed keys: scores of a bounded group of rows, then top-k. Nothing of the size rows x context is kept.
 
 Programs of a row share its entries by stride, so that the grid does not depend on how long the sequences are at present.

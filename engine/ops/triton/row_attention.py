@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Split-KV attention over packed rows: one program per query row, group of heads and part of its keys, then a combining kernel."""
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _LOG2E = 1.4426950408889634
 class Tuning:
     """keys: per tile, of heads at least 256 wide. stages: tiles whose rows are under way while one is computed, plus one."""
 
+    hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
     keys: int = 64
     stages: int = 2
     warps: int = 8
@@ -201,17 +203,29 @@ def launch(
         part = q.new_empty(num_rows, splits, num_heads, width, dtype=torch.float32)
         stat = q.new_empty(num_rows, splits, num_heads, 2, dtype=torch.float32)
     angles, shape = torch.view_as_real(rot), {"D2": width // 2, "R2": rot.shape[1], "SPLITS": splits}
-    words = out.view(torch.int32)
-    _attend[(num_rows, splits, groups)](
-        q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, out, part, stat,
-        num_heads, num_window, num_second, scale * _LOG2E * SHRINK.value,
-        HEADS=heads, N=tile, SECOND_FP8=second.rows.shape[-1] == window.rows.shape[-1], FAST=not INTERPRETED, STAGES=tuning.stages,
-        num_warps=tuning.warps if heads == 64 else 4, **shape,
-    )  # fmt: skip
+    words, factor = out.view(torch.int32), scale * _LOG2E * SHRINK.value
+    second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
+    if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
+        from engine.ops.triton.row_attention_hopper import attend
+
+        attend[(num_rows, splits)](
+            q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
+            num_window, num_second, factor, SPLITS=splits, num_warps=8,
+        )  # fmt: skip
+    else:
+        _attend[(num_rows, splits, groups)](
+            q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, out, part, stat,
+            num_heads, num_window, num_second, factor, HEADS=heads, N=tile, SECOND_FP8=second_fp8, FAST=not INTERPRETED,
+            STAGES=tuning.stages, num_warps=tuning.warps if heads == 64 else 4, **shape,
+        )  # fmt: skip
     if splits > 1:
-        few = min(4, heads)
+        few = 1 if num_rows * num_heads <= 1024 else min(4, heads)
         _combine[(num_rows, triton.cdiv(num_heads, few))](angles, sink, part, stat, words, num_heads, HEADS=few, num_warps=4, **shape)
     return out
+
+
+def _is_hopper() -> bool:
+    return not INTERPRETED and torch.cuda.get_device_capability()[0] == 9
 
 
 def _num_processors() -> int:

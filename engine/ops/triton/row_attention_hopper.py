@@ -1,0 +1,249 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Attention over packed rows for SM90 with layouts of our choice: the same sums as `row_attention`, heads 64, width 512.
+
+A tile of 64 keys is decoded to bf16 in shared memory while the tensor cores still multiply the tile before; its raw bytes were asked for
+one tile earlier. Two warpgroups share the scores by keys and the output by channels, so that nothing is computed twice and the output
+(64 x 512 fp32) fits into 128 registers a thread.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+# Four e4m3 bytes o1 e1 o0 e0 of a word -> the bf16 pair (e1 e0) or (o1 o0): magnitude to bits 4..10, sign to 15, times the scale.
+_E4M3_EVEN = gl.constexpr("""{
+.reg .b32 s, m;
+shl.b32 s, $1, 8;
+shl.b32 m, $1, 4;
+and.b32 m, m, 0x07f007f0;
+lop3.b32 m, s, 0x80008000, m, 0xea;
+mul.rn.bf16x2 $0, m, $2;
+}""")
+_E4M3_ODD = gl.constexpr("""{
+.reg .b32 m;
+shr.u32 m, $1, 4;
+and.b32 m, m, 0x07f007f0;
+lop3.b32 m, $1, 0x80008000, m, 0xea;
+mul.rn.bf16x2 $0, m, $2;
+}""")
+# Four bytes of E2M1 pairs -> two bf16 pairs of their low or high nibbles: magnitude to bits 6..8, sign to 15, times the scale.
+_E2M1_EVEN = gl.constexpr("""{
+.reg .b32 p, s, m;
+prmt.b32 p, $2, 0, 0x4140;
+shl.b32 s, p, 12;
+shl.b32 m, p, 6;
+and.b32 m, m, 0x01c001c0;
+lop3.b32 m, s, 0x80008000, m, 0xea;
+mul.rn.bf16x2 $0, m, $3;
+prmt.b32 p, $2, 0, 0x4342;
+shl.b32 s, p, 12;
+shl.b32 m, p, 6;
+and.b32 m, m, 0x01c001c0;
+lop3.b32 m, s, 0x80008000, m, 0xea;
+mul.rn.bf16x2 $1, m, $3;
+}""")
+_E2M1_ODD = gl.constexpr("""{
+.reg .b32 p, s, m;
+prmt.b32 p, $2, 0, 0x4140;
+shl.b32 s, p, 8;
+shl.b32 m, p, 2;
+and.b32 m, m, 0x01c001c0;
+lop3.b32 m, s, 0x80008000, m, 0xea;
+mul.rn.bf16x2 $0, m, $3;
+prmt.b32 p, $2, 0, 0x4342;
+shl.b32 s, p, 8;
+shl.b32 m, p, 2;
+and.b32 m, m, 0x01c001c0;
+lop3.b32 m, s, 0x80008000, m, 0xea;
+mul.rn.bf16x2 $1, m, $3;
+}""")
+
+HEADS, D2, R2, N = gl.constexpr(64), gl.constexpr(256), gl.constexpr(32), gl.constexpr(64)
+WINDOW_BYTES, ENTRY_BYTES = gl.constexpr(528), gl.constexpr(288)
+SHRINK = gl.constexpr(65536.0)
+
+# Raw rows as 32-bit words: 128 of a window row, 64 of an entry row; a thread loads 16 bytes and their scales.
+_WINDOW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+_WINDOW_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 16, 2], [8, 1, 1], [2, 1, 0]))
+_ENTRY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))
+_ENTRY_GROUPS = gl.constexpr(gl.BlockedLayout([1, 2, 2], [2, 16, 1], [8, 1, 1], [2, 1, 0]))
+_ENTRY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+_QUERY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
+_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+
+
+@gluon.jit
+def _index(index_ptr, columns, tile, layout: gl.constexpr):
+    at = tile * N + gl.arange(0, N, layout)
+    return gl.load(index_ptr + at, mask=at < columns, other=-1)
+
+
+@gluon.jit
+def _load_window(rows_ptr, index_ptr, columns, tile):
+    """Raw words int32 [N, 128] and exponents uint8 [N, 16] of one tile of window rows."""
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _WINDOW)).to(gl.int64), 1)
+    word = gl.expand_dims(gl.arange(0, D2 // 2, gl.SliceLayout(0, _WINDOW)), 0)
+    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (WINDOW_BYTES // 4) + word, mask=index >= 0, other=0)
+    flat: gl.constexpr = gl.SliceLayout(2, _WINDOW_GROUPS)
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
+    group = gl.expand_dims(gl.arange(0, D2 // 16, gl.SliceLayout(0, flat)), 0)
+    return words, gl.load(rows_ptr + index * WINDOW_BYTES + 2 * D2 + group, mask=index >= 0, other=0)
+
+
+@gluon.jit
+def _load_entries(rows_ptr, index_ptr, columns, tile):
+    """Raw words int32 [N, 64] and scales uint8 [N, 32] of one tile of entry rows."""
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _ENTRY)).to(gl.int64), 1)
+    word = gl.expand_dims(gl.arange(0, D2 // 4, gl.SliceLayout(0, _ENTRY)), 0)
+    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (ENTRY_BYTES // 4) + word, mask=index >= 0, other=0)
+    flat: gl.constexpr = gl.SliceLayout(2, _ENTRY_GROUPS)
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
+    group = gl.expand_dims(gl.arange(0, D2 // 8, gl.SliceLayout(0, flat)), 0)
+    return words, gl.load(rows_ptr + index * ENTRY_BYTES + D2 + group, mask=index >= 0, other=0)
+
+
+@gluon.jit
+def _spread(factors, width: gl.constexpr, parent: gl.constexpr, target: gl.constexpr):
+    """bf16 bits int32 [N, G] -> pairs of them int32 [N, width]: every group's number for all its words, in the registers where they are."""
+    groups: gl.constexpr = factors.shape[1]
+    both = factors | (factors << 16)
+    wide, _ = gl.broadcast(gl.expand_dims(both, 2), gl.full([N, groups, width // groups], 0, gl.int32, parent))
+    return gl.convert_layout(gl.reshape(wide, [N, width]), target)
+
+
+@gluon.jit
+def _store_window(words, exponents, even, odd):
+    field = gl.minimum(exponents.to(gl.int32) + 104, 255) << 7
+    scale = _spread(field, D2 // 2, _WINDOW_GROUPS, _WINDOW)
+    even.store(gl.inline_asm_elementwise(_E4M3_EVEN, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
+    odd.store(gl.inline_asm_elementwise(_E4M3_ODD, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
+
+
+@gluon.jit
+def _store_entries(words, scales, even, odd):
+    # E4M3 bits to an fp32 number: 2^120, times 2^126 for the E2M1 bits, over SHRINK. Its upper half is exact.
+    factor = (scales.to(gl.int32) << 20).to(gl.float32, bitcast=True) * 2.0**115 * 2.0**115
+    scale = _spread((factor.to(gl.int32, bitcast=True) >> 16) & 0xFFFF, D2 // 4, _ENTRY_GROUPS, _ENTRY)
+    low, high = gl.inline_asm_elementwise(_E2M1_EVEN, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    even.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
+    low, high = gl.inline_asm_elementwise(_E2M1_ODD, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    odd.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
+
+
+@gluon.jit
+def _as_words(plane):
+    """The same bytes of a plane [N, D/2] bf16 as int32 [N, D/4]: the swizzle counts bytes."""
+    return plane._reinterpret(gl.int32, [N, D2 // 2], _SHARED_WORDS)
+
+
+@gluon.jit
+def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe, oo):
+    """One tile: scores, online softmax, and the start of its product with the values. oe, oo: products under way."""
+    scores = warpgroup_mma_init(gl.zeros([HEADS, N], gl.float32, _SCORES))
+    scores = warpgroup_mma(qe, ke.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(qo, ko.permute((1, 0)), scores, is_async=True)
+    present = _index(index_ptr, columns, tile, gl.SliceLayout(0, _SCORES)) >= 0
+    scores, oe, oo = warpgroup_mma_wait(0, deps=[scores, oe, oo])
+    scores = gl.where(gl.expand_dims(present, 0), scores * scale, float("-inf"))
+    top = gl.maximum(m, gl.max(scores, 1))
+    shrink = gl.exp2(m - top)
+    p = gl.exp2(scores - gl.expand_dims(top, 1))
+    den = den * shrink + gl.sum(p, 1)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, _OUTPUT))
+    oe = oe * gl.expand_dims(shrink, 1)
+    oo = oo * gl.expand_dims(shrink, 1)
+    # Both warpgroups need the weights of all keys.
+    weights.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    oe = warpgroup_mma(weights, ke, warpgroup_mma_init(oe), is_async=True)
+    oo = warpgroup_mma(weights, ko, warpgroup_mma_init(oo), is_async=True)
+    return top, den, oe, oo
+
+
+@gluon.jit
+def attend(
+    q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
+    W, K, scale, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """q, out: int32 [T, 64, 256] pairs of bf16. See `row_attention._attend` for the rest."""
+    row, split = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    window_index_ptr += row * W
+    entry_index_ptr += row * K
+    window_tiles = gl.cdiv(W, N)
+    tiles = window_tiles + gl.cdiv(K, N)
+    begin, end = split * tiles // SPLITS, (split + 1) * tiles // SPLITS
+    first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
+    last_window = gl.minimum(end, window_tiles)
+
+    # Bytes that are needed first are asked for before anything else.
+    words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(begin < last_window, W, 0), begin)
+    pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry)
+
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], _SHARED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, N, D2], _SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, N], _SHARED)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, _QUERY))
+    half = gl.arange(0, D2, gl.SliceLayout(0, _QUERY))
+    turned = half - (D2 - R2)
+    cos = gl.expand_dims(gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0), 0)
+    sin = gl.expand_dims(gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0), 0)
+    both = gl.load(q_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + gl.expand_dims(half, 0))
+    even, odd = (both << 16).to(gl.float32, bitcast=True), (both & -65536).to(gl.float32, bitcast=True)
+    queries.index(0).store((even * cos - odd * sin).to(gl.bfloat16))
+    queries.index(1).store((even * sin + odd * cos).to(gl.bfloat16))
+    qe, qo = queries.index(0), queries.index(1)
+
+    m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
+    den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
+    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
+    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
+    buffer = 0
+    for tile in range(begin, last_window):
+        ke, ko = keys.index(buffer), keys.index(buffer + 1)
+        _store_window(words, exponents, _as_words(ke), _as_words(ko))
+        fence_async_shared()
+        gl.thread_barrier()
+        words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(tile + 1 < last_window, W, 0), tile + 1)
+        m, den, oe, oo = _absorb(qe, qo, ke, ko, weights, window_index_ptr, W, tile, scale, m, den, oe, oo)
+        buffer ^= 2
+    for tile in range(first_entry, last_entry):
+        ke, ko = keys.index(buffer), keys.index(buffer + 1)
+        _store_entries(pairs, scales, _as_words(ke), _as_words(ko))
+        fence_async_shared()
+        gl.thread_barrier()
+        pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(tile + 1 < last_entry, K, 0), tile + 1)
+        m, den, oe, oo = _absorb(qe, qo, ke, ko, weights, entry_index_ptr, K, tile, scale, m, den, oe, oo)
+        buffer ^= 2
+    even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
+
+    flat: gl.constexpr = gl.SliceLayout(1, _OUTPUT)
+    head = gl.arange(0, HEADS, flat)
+    half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, _OUTPUT)), 0)
+    m, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
+    if SPLITS == 1:
+        factor = gl.expand_dims(SHRINK / (den + gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - m)), 1)
+        even, odd = even * factor, odd * factor
+        turned = half - (D2 - R2)
+        cos = gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0)
+        sin = gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0)
+        low = (even * cos + odd * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        high = (odd * cos - even * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        gl.store(out_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + half, low | (high << 16))
+    else:
+        place = (row * SPLITS + split) * HEADS + head
+        at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
+        gl.store(at, even)
+        gl.store(at + D2, odd)
+        gl.store(stat_ptr + place * 2, m)
+        gl.store(stat_ptr + place * 2 + 1, den)
