@@ -13,11 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepinfer_cli.api import Answer, Api, RequestRefused
-from deepinfer_cli.text import sentences
+from deepinfer_cli.api import Answer, Api, Collector, RequestRefused
+from deepinfer_cli.text import sentences, sized
 
 PAGE, KEEP = 128, 140  # as in `commands/check_cache.py`
 GROWTH = (1, 2, 11, 24, 64, 127, 128, 139, 140, 141, 300, 1000, 3000)  # tokens by which a conversation grows, about
+LENGTH_PAGES = (1, 2, 3, 20, 100)  # page counts around which every length of a prompt that matters is tried
+LENGTH_OFFSETS = (-1, 0, 1, 139, 140, 141)  # a whole page, one more token, and the tokens that are always computed
+LOOPS = 20  # of the determinism part, unless the command says otherwise
 STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
 DELAY_S = 0.3
 FAULTS = ("flip", "drop", "short", "delay")
@@ -45,7 +48,7 @@ class Part:
 class Programme:
     """Sends everything over one session, so that affinity keeps it on one rank.
 
-    tokens_of: the answer's tokens. checksum_errors: the server's counter now.
+    tokens_of: the answer's tokens. checksum_errors: the server's counter now. loops: rounds of reset, cold, warm on one prompt.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Programme:
         tokens_of: Callable[[Api, Answer], list[str]],
         checksum_errors: Callable[[Api], int],
         on_part: Callable[[str], None] = lambda _name: None,
+        loops: int = LOOPS,
     ) -> None:
         self._api, self._random, self._seed = api, random.Random(seed), seed
         self._tokens_of, self._checksum_errors, self._on_part = tokens_of, checksum_errors, on_part
@@ -68,7 +72,9 @@ class Programme:
             "session_id": f"check-cache-programme-{seed}",
             "logprobs": True,
         }
+        self._loops = loops
         self._stored: list[list[int]] = []
+        self._reported = 0  # cached tokens in the usage of all answers of a part
         self._context = _context(api)
         self._part = Part("")
 
@@ -78,9 +84,12 @@ class Programme:
             self._run(name, part)
             for name, part in (
                 ("growth", self._growth),
+                ("lengths", self._lengths),
+                ("determinism", self._determinism),
                 ("resend", self._resend),
                 ("edits", self._edits),
                 ("forks", self._forks),
+                ("reset", self._reset_during_answer),
                 ("aborts", self._aborts),
                 ("pressure", self._pressure),
             )
@@ -90,11 +99,19 @@ class Programme:
     def _run(self, name: str, part: Callable[[], None]) -> Part:
         self._on_part(name)
         self._part = Part(name)
+        self._forget()
+        before, self._reported = _hit_tokens(self._api), 0
+        part()
+        if before is not None and name != "aborts":  # an answer that was left brings no usage
+            counted = (_hit_tokens(self._api) or 0) - before
+            if counted != self._reported:
+                self._part.wrong.append(f"the server counted {counted} cached tokens, its answers reported {self._reported}")
+        return self._part
+
+    def _forget(self) -> None:
         self._stored.clear()
         with contextlib.suppress(RequestRefused):  # a server without that route keeps what it has; then hits exceed what is possible
             self._api.post("/reset_prefix_cache", {})
-        part()
-        return self._part
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
@@ -108,6 +125,58 @@ class Programme:
             else:
                 messages += [{"role": "assistant", "content": self._compare(messages)}, {"role": "user", "content": self._words(tokens)}]
             self._compare(messages)
+
+    def _lengths(self) -> None:
+        """Prompts of every length around a page's end and around the tokens that are always computed: first, and again."""
+        missed = 0
+        for pages in LENGTH_PAGES:
+            for offset in LENGTH_OFFSETS:
+                messages = self._of_length(PAGE * pages + offset)
+                if messages is None:
+                    missed += 1
+                    continue
+                self._compare(messages)
+                self._compare(messages)
+        self._part.note = f"{missed} lengths are out of this model's reach" if missed else ""
+
+    def _of_length(self, target: int) -> Messages | None:
+        """A prompt of exactly `target` tokens; None when the template alone or the context forbids it."""
+        if target + int(self._base["max_tokens"]) > self._context:
+            return None
+        for _ in range(6):
+            seed = str(self._random.getrandbits(40))
+            content = sized(seed, target, lambda text: len(self._ids([{"role": "user", "content": text}])))
+            messages = [{"role": "user", "content": content}]
+            if len(self._ids(messages)) == target:
+                return messages
+        return None
+
+    def _determinism(self) -> None:
+        """One prompt, forgotten and asked twice, over and over: all answers are the same."""
+        messages = [self._user(40)]
+        first = self._ask(messages, cached=False)
+        for _ in range(self._loops):
+            self._forget()
+            for _ in range(2):
+                self._note_answer(self._ask(messages, cached=True), first)
+
+    def _reset_during_answer(self) -> None:
+        """A cache that is emptied while an answer is being written: the answer stays, and nothing of it is found afterwards."""
+        messages = [self._user(60)]
+        whole = self._ask(messages, cached=False)
+        chunks = self._api.stream({**self._base, "messages": messages})
+        begin = next(chunks)
+        self._forget()
+        collector = Collector()
+        for chunk in (begin, *chunks):
+            collector.push(chunk)
+        answer = collector.answer()
+        self._reported += answer.cached
+        self._note_answer(answer, whole)
+        again = self._ask(messages, cached=True)
+        self._note_answer(again, whole)
+        if again.cached:
+            self._part.wrong.append(f"{again.cached} tokens were found that had been forgotten")
 
     def _resend(self) -> None:
         for length in (20, 30, 41, 80):
@@ -215,7 +284,9 @@ class Programme:
             part.wrong.append(f"prompt {part.prompts} ({warm.prompt_tokens} tokens, {warm.cached} cached): token {at} differs")
 
     def _ask(self, messages: Messages, *, cached: bool) -> Answer:
-        return self._api.chat({**self._base, "messages": messages, "prefix_cache": cached})
+        answer = self._api.chat({**self._base, "messages": messages, "prefix_cache": cached})
+        self._reported += answer.cached
+        return answer
 
     def _leave(self, messages: Messages) -> None:
         chunks = self._api.stream({**self._base, "messages": messages})
@@ -279,6 +350,13 @@ def _caches(api: Api) -> dict[int, Mapping[str, Any]]:
 
 def _lookups(api: Api) -> dict[int, int]:
     return {rank: int(cache.get("lookups_total", 0)) for rank, cache in _caches(api).items()}
+
+
+def _hit_tokens(api: Api) -> int | None:
+    """All ranks' counter of cached tokens; None where the server tells none."""
+    time.sleep(STATS_WAIT_S)
+    caches = _caches(api).values()
+    return sum(int(cache.get("hit_tokens_total", 0)) for cache in caches) if caches else None
 
 
 def _evictions(api: Api) -> int:

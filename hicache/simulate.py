@@ -16,6 +16,8 @@ from hicache.keys import KeySpace
 from hicache.policy import chunk_states, prefill_states, restore_cap
 from hicache.reservation import PageReservation, StateReservation
 
+REPLAYED_TOKENS, MIN_REPLAY_TOKENS = 128, 2048  # an approximate window costs that many tokens; a smaller gain is not worth its error
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCache:
@@ -41,12 +43,15 @@ class TracePrompt:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Token sums over all prompts. oracle_tokens: unlimited memory and a state at every page."""
+    """Token sums over all prompts. oracle_tokens: unlimited memory and a state at every page. replay_tokens: what restoring pages beyond
+    the best state would have added, by recomputing the window from its last tokens, where that is more than `MIN_REPLAY_TOKENS`.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     oracle_tokens: int = 0
+    replay_tokens: int = 0
     evicted_pages: int = 0
 
     @property
@@ -85,6 +90,8 @@ class _Simulator:
             index.touch_state(state)
         self._count(keys, num_tokens, restored)
         matched = len(path) * shape.page_tokens
+        gap = min(matched, restore_cap(num_tokens, shape.keep_tokens, shape.page_tokens)) - restored
+        self.result.replay_tokens += gap - REPLAYED_TOKENS if gap > MIN_REPLAY_TOKENS else 0
         wanted = chunk_states(restored, matched, num_tokens, prompt.anchor_tokens, self.interval, shape.keep_tokens, shape.page_tokens)
         for end in [*sorted(wanted), num_tokens]:
             self._store_pages(path, keys[: end // shape.page_tokens], prompt.tokens)

@@ -92,8 +92,12 @@ def _check_cache(
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer of a turn.")] = 32,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the conversation's text.")] = 0,
     programme: Annotated[
-        bool, typer.Option("--programme", help="Growth, edits, forks, aborts, eviction and faults: minutes. Empties the cache.")
+        bool,
+        typer.Option("--programme", help="Growth, lengths, edits, forks, resets, aborts, eviction and faults: minutes. Empties the cache."),
     ] = False,
+    loops: Annotated[
+        int, typer.Option("--loops", metavar="N", min=1, help="Rounds of the programme's reset, cold, warm on one prompt.")
+    ] = 20,
 ) -> int:
     """Prove on a live server that the prefix cache changes no token, and show how much time it saves.
 
@@ -109,7 +113,7 @@ def _check_cache(
     api = connect(call, port, url)
     model = api.model()
     if programme:
-        return run_programme(call, api, model, max_tokens, seed)
+        return run_programme(call, api, model, max_tokens, seed, loops)
     before = read_checksum_errors(api)
     results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
     damaged = read_checksum_errors(api) - before
@@ -118,7 +122,7 @@ def _check_cache(
     return code
 
 
-def run_programme(call: Invocation, api: Api, model: str, max_tokens: int, seed: int) -> int:
+def run_programme(call: Invocation, api: Api, model: str, max_tokens: int, seed: int, loops: int) -> int:
     from deepinfer_cli.cache_programme import Part, Programme
 
     def cells(part: Part) -> tuple[Any, ...]:
@@ -126,7 +130,10 @@ def run_programme(call: Invocation, api: Api, model: str, max_tokens: int, seed:
         numbers = (f"{n:,}" for n in (part.prompts, part.prompt_tokens, part.hit_tokens, part.possible_tokens))
         return (part.name, *numbers, share, "; ".join(part.wrong) or f"same ({part.output_tokens:,})", part.note)
 
-    parts = Programme(api, model, max_tokens, seed, tokens_of, read_checksum_errors, lambda name: call.ui.note(name, "quiet")).run()
+    def on_part(name: str) -> None:
+        call.ui.note(name, "quiet")
+
+    parts = Programme(api, model, max_tokens, seed, tokens_of, read_checksum_errors, on_part, loops).run()
     wrong = [text for part in parts for text in part.wrong]
     hits = sum(part.hit_tokens for part in parts)
     code = ExitCode.NO if wrong else ExitCode.OK if hits else ExitCode.INVALID

@@ -16,8 +16,10 @@ WORDS = ("red", "green", "blue", "black", "white", "amber", "violet", "grey")
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`fault` applies to every chat request: error, hang, truncated, refuse, short, empty. cache: works, off, wrong (other
-    tokens on a hit), damaged (each hit counts a checksum error). `ours` False leaves out everything beyond the common API."""
+    """`fault` applies to every chat request: error, hang, truncated, refuse, short, empty. cache: works, off, wrong (other tokens on a
+    hit), damaged (each hit counts a checksum error), miscounted, stubborn (forgets nothing). `ours` False leaves out everything beyond
+    the common API.
+    """
 
     daemon_threads = True
 
@@ -76,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize" and self.server.ours:
             self._json({"count": len(words_of(body)), "tokens": [zlib.crc32(word.encode()) for word in words_of(body)]})
         elif self.path == "/reset_prefix_cache" and self.server.ours:
-            self.server.states.clear()
+            if self.server.cache != "stubborn":
+                self.server.states.clear()
             self.server.resets += 1
             self._json({})
         elif self.path == "/deepinfer/debug/fault" and self.server.faulty:
@@ -116,10 +119,11 @@ class Handler(BaseHTTPRequestHandler):
             states = {(len(prompt) - KEEP) // PAGE * PAGE, (len(prompt) - 1) // PAGE * PAGE}
             s.states.append((prompt, {p for p in states if p > 0}))
             s.looked += len(prompt)
-            s.hits += best
+            s.hits += best + (s.cache == "miscounted")
             s.damaged += s.cache == "damaged" and best > 0
             if best and s.armed:
                 if s.armed != "delay" and s.cache != "blind":
+                    s.hits -= best
                     s.damaged, best = s.damaged + 1, 0
                 elif s.armed == "delay":
                     time.sleep(0.05)

@@ -18,11 +18,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_programme, "STATS_WAIT_S", 0.0)
     monkeypatch.setattr(cache_programme, "DELAY_S", 0.05)
     monkeypatch.setattr(cache_programme, "GROWTH", (1, 24, 139, 300))
+    monkeypatch.setattr(cache_programme, "LENGTH_PAGES", (1, 3))
 
 
 def run(dix: Dix, **options: Any) -> Any:
     with serving(**options) as server:
-        return dix("check-cache", "--programme", "--port", server.port, "--max-tokens", 4, "--json")
+        return dix("check-cache", "--programme", "--port", server.port, "--max-tokens", 4, "--loops", 3, "--json")
 
 
 def part(ran: Any, name: str) -> dict[str, Any]:
@@ -36,6 +37,11 @@ def test_working_cache_passes_every_part_and_every_fault_is_noticed(dix: Dix) ->
     for name in ("growth", "resend"):
         found = part(ran, name)
         assert 0 < found["hit_tokens"] <= found["possible_tokens"]
+    lengths = part(ran, "lengths")
+    assert lengths["prompts"] == 2 * 2 * 6  # the stand-in counts words, so every length can be had
+    assert lengths["hit_tokens"] == lengths["possible_tokens"] > 0
+    assert part(ran, "determinism")["prompts"] == 6
+    assert part(ran, "reset")["prompts"] == 2
     assert [p["name"] for p in ran.json["parts"]][-4:] == ["fault flip", "fault drop", "fault short", "fault delay"]
 
 
@@ -55,3 +61,15 @@ def test_no_hit_proves_nothing_and_server_without_faults_is_told(dix: Dix) -> No
     ran = run(dix, cache="off")
     assert ran.code == 5
     assert "--debug-faults" in part(ran, "fault flip")["note"]
+
+
+def test_counter_that_disagrees_with_the_answers_exits_1(dix: Dix) -> None:
+    ran = run(dix, cache="miscounted")
+    assert ran.code == 1
+    assert "its answers reported" in part(ran, "resend")["wrong"][0]
+
+
+def test_what_survives_a_reset_is_named(dix: Dix) -> None:
+    ran = run(dix, cache="stubborn")
+    assert ran.code == 1
+    assert "had been forgotten" in part(ran, "reset")["wrong"][0]

@@ -235,9 +235,8 @@ def product(report: Report, ceilings: dict[str, float], library: ctypes.CDLL) ->
                 report.add("gate", share, "of pinned", row_bytes=row_bytes, rows=count, direction=direction, gb_s=round(gb_s, 2))
                 on_device = count * row_bytes / device_ms(copy, 9) / 1e6 / ceilings[direction]
                 report.add("gate_device", on_device, "of pinned", row_bytes=row_bytes, rows=count, direction=direction)
-                table.append(
-                    f"{row_bytes:7} B x {count:5} {direction:3} {gb_s:6.1f} of {ceilings[direction]:.1f} GB/s = {share:.3f}, on the device {on_device:.3f}"
-                )
+                shares = f"{share:.3f}, on the device {on_device:.3f}"
+                table.append(f"{row_bytes:7} B x {count:5} {direction:3} {gb_s:6.1f} of {ceilings[direction]:.1f} GB/s = {shares}")
         if row_bytes == PAGE_BYTES:
             table += one_page(report, engine, device)
         torch.cuda.synchronize()

@@ -22,6 +22,7 @@ def test_recorded_sessions_hit_99_percent_of_what_any_cache_could(path: Path) ->
     assert result.requests == len(prompts) > 5
     assert result.hit_tokens > 0
     assert result.share_of_oracle >= 0.99
+    assert result.replay_tokens == 0  # the states lie where they are needed: approximate windows would add nothing
 
 
 def test_prompts_of_a_trace_are_equal_exactly_where_their_blocks_are() -> None:
@@ -31,6 +32,14 @@ def test_prompts_of_a_trace_are_equal_exactly_where_their_blocks_are() -> None:
     assert (len(early.tokens), len(late.tokens), late.anchor_tokens) == (9, 10, 4)
     assert early.tokens[:4] == late.tokens[:4]
     assert not set(early.tokens[4:]) & set(late.tokens[4:])
+
+
+def test_pages_far_beyond_the_last_state_are_what_a_replay_would_add() -> None:
+    trunk = list(range(9000))
+    prompts = [trunk, trunk[:6000] + [1] * 3000]
+    result = simulate([TracePrompt(tokens) for tokens in prompts], SimulatedCache(num_frames=10_000, state_interval_tokens=0))
+    assert result.hit_tokens == 0
+    assert result.replay_tokens == 6000 // 128 * 128 - 128
 
 
 @pytest.mark.parametrize("num_frames", [20, 45, 90, 2000])
