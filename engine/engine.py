@@ -344,7 +344,7 @@ def _path_of(runner: Any) -> str:
 def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int, home: CacheHome | None) -> PrefixCacheLike | None:
     if not hicache.enabled:
         return None
-    from engine.prefix_cache import build_prefix_cache
+    from engine.cache_start import build_prefix_cache
 
     return build_prefix_cache(hicache, runner.kv, runner.limits, ranks, home)
 

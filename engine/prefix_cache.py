@@ -7,7 +7,6 @@ own stores. Copies are enqueued on the model's stream; a page is visible only af
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from hicache.explain import Explainer
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
-from hicache.native import build_directory
 from hicache.native_keys import open_chain
 from hicache.peers import PeerMatch
 from hicache.policy import Miss, align_down, chunk_states, restore_cap
@@ -37,7 +35,6 @@ from hicache.sizing import arena_bytes
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
-    from engine.model_runner import Limits
 
 _MAX_KEY_MEMOS = 4096  # waiting sequences whose keys are remembered between planning attempts
 
@@ -371,30 +368,3 @@ class PrefixCache:
             raise ConfigError(f"fault {kind!r} is unknown", hint=f"choose one of: flip, {', '.join(COPY_FAULTS)}")
         self.mover.transfer.arm(kind, count, seconds)
         return {"kind": kind, "count": count, "seconds": seconds}
-
-
-def build_prefix_cache(
-    config: HiCacheConfig, kv: KVCache, limits: Limits, ranks: int = 1, home: CacheHome | None = None
-) -> PrefixCache | None:
-    """The host cache of one rank, or None when it is off. home: where its memory may outlive this process.
-
-    `auto` means off when decoder truncation is off: the cache restores no decoder windows, only recomputing the last tokens does.
-
-    Raises:
-        ConfigError: a size above 0 without decoder truncation.
-    """
-    if not config.enabled:
-        return None
-    if limits.keep_tokens <= 0:
-        if config.size_gb == "auto":
-            return None
-        raise ConfigError(
-            f"hicache.size_gb is {config.size_gb} but decoder truncation is off (--yoco-keep-tokens 0)",
-            hint="--hicache-size-gb 0, or --yoco-keep-tokens 140",
-        )
-    num_bytes = arena_bytes(config, kv.blocks.device.type, ranks)
-    cache = PrefixCache(config, kv, limits.fingerprint, limits.keep_tokens, num_bytes=num_bytes, home=home)
-    if config.native_keys:
-        # It may have to be built first; until then Python hashes.
-        threading.Thread(target=cache.hash_compiled, args=(build_directory(config),), name="hicache-keys", daemon=True).start()
-    return cache
