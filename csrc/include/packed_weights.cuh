@@ -19,7 +19,8 @@ struct PackedGemm {
     void* y;                      // row r of group q starts at r * y_stride + q * y_group_stride
     const int* items;             // [num_items, 4]: group, first entry of slots, number of tokens, unused; null: all rows, group by group
     const int* num_items;         // device scalar; null with items null
-    const int* slots;             // rows of y of each item's tokens; their row of x is slot / x_divisor
+    const int* slots;             // rows of y of each item's tokens; their row of x is slot / x_divisor; null: entry i is row i
+    const int64_t* groups;        // with items null: group of each of num_rows rows, every row an item of its own; null: see items
     const float* weights;         // factor of each slot for kSwiglu, null for 1
     int64_t x_stride, x_group_stride, y_stride, y_group_stride;
     int tiles, blocks, rows, num_rows, num_groups, x_divisor;
@@ -74,18 +75,22 @@ struct Item {
 // Item `item` of a launch whose items hold up to `rows` tokens.
 __device__ __forceinline__ Item item_of(const PackedGemm& p, int item, int rows) {
     if (p.items != nullptr) return {p.items[4 * item], p.items[4 * item + 1], p.items[4 * item + 2]};
+    if (p.groups != nullptr) return {static_cast<int>(p.groups[item]), item, 1};
     const int begin = item / p.num_groups * rows, left = p.num_rows - begin;
     return {item % p.num_groups, begin, left < rows ? left : rows};
 }
 
+__device__ __forceinline__ int slot_of(const PackedGemm& p, int entry) { return p.slots != nullptr ? p.slots[entry] : entry; }
+
 __device__ __forceinline__ int num_items_of(const PackedGemm& p, int rows) {
+    if (p.groups != nullptr) return p.num_rows;
     return p.items != nullptr ? *p.num_items : (p.num_rows + rows - 1) / rows * p.num_groups;
 }
 
 template <Epilogue kEpilogue>
 __device__ __forceinline__ void store(const PackedGemm& p, const Item& item, int tile, int column, int g, float upper, float lower) {
     if (column >= item.count) return;
-    const int slot = p.items != nullptr ? p.slots[item.begin + column] : item.begin + column;
+    const int slot = slot_of(p, item.begin + column);
     const int64_t row = slot * p.y_stride + item.group * p.y_group_stride;
     if constexpr (kEpilogue == kSwiglu) {
         const int channel = tile * 8 + g;

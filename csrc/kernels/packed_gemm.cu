@@ -36,7 +36,7 @@ struct Loader {
         if (unit >= units) return;
         const int item = unit / tile_groups;
         const int tile = (unit - item * tile_groups) * (kWarps / kSlices) + row_warp;
-        const int group = p.items != nullptr ? p.items[4 * item] : item % p.num_groups;
+        const int group = item_of(p, item, 8 * kTiles).group;
         // Warps behind the last tile repeat it and store nothing.
         const int64_t first = (static_cast<int64_t>(group) * p.tiles + (tile < p.tiles ? tile : p.tiles - 1)) * p.blocks;
         codes = p.codes + first * kBlockBytes + lane_codes;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResidentsOf<kTiles>) packed_gemm
         for (int j = 0; j < kTiles; ++j) {
             // Columns behind the last token repeat the first: their results are dropped, their loads hit the same lines.
             const int entry = item.begin + (j * 8 + g < item.count ? j * 8 + g : 0);
-            const int row = p.items != nullptr ? p.slots[entry] / p.x_divisor : entry;
+            const int row = slot_of(p, entry) / p.x_divisor;
             token[j] = p.x + row * p.x_stride + item.group * p.x_group_stride + slice * 4 * L::kChunk + t * 8 * L::kVectors;
         }
         float acc[kTiles][4] = {};

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) packed_tiles(const PackedGemm
             const int column = thread / 8 + 32 * i;
             copies.used[i] = column < item.count;
             const int entry = item.begin + (copies.used[i] ? column : 0);
-            const int row = p.items != nullptr ? p.slots[entry] / p.x_divisor : entry;
+            const int row = slot_of(p, entry) / p.x_divisor;
             copies.token[i] = p.x + row * p.x_stride + item.group * p.x_group_stride;
         }
 #pragma unroll

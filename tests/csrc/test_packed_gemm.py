@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.ops.cuda.packed_experts import run_experts, run_shared
+from engine.ops.cuda.packed_experts import run_experts, run_shared, shared_buffers
 from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, padded, routed
 from engine.ops.cuda.packed_linear import run_linear
 from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
@@ -143,7 +143,7 @@ def experts(num, inner, hidden):
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 11])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 11])
 def test_experts_follow_their_definition(run, tokens, quantize):
     some = experts(5, 64, 96)
     x = (torch.randn(tokens, 96) * 3).bfloat16()  # beyond the limit of 2 below, on both sides
@@ -192,7 +192,8 @@ def test_partial_sums_are_added_in_the_order_of_choices(run):
 def test_shared_expert_clamps_the_gate_from_above_only(run):
     some = experts(1, 32, 64)
     x = (torch.randn(3, 64) * 20).bfloat16()
-    got = run_shared(run, 0, x, some, 0.5, False)
+    act, got = shared_buffers(x, some)
+    run_shared(run, 0, x, some, 0.5, False, act, got)
     both = unpack(some.shared_w13, 0, torch.bfloat16).unflatten(0, (-1, 2, 8))
     gate, up = ((x.float() @ both[:, i].flatten(0, 1).float().t()).bfloat16().float() for i in range(2))
     act = (torch.nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)).bfloat16()

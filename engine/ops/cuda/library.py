@@ -26,7 +26,7 @@ class GemmArguments(ctypes.Structure):
     """`PackedGemm` of csrc/include/packed_weights.cuh, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "items", "num_items", "slots", "weights")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y", "items", "num_items", "slots", "groups", "weights")),
         *((name, ctypes.c_int64) for name in ("x_stride", "x_group_stride", "y_stride", "y_group_stride")),
         *((name, ctypes.c_int) for name in ("tiles", "blocks", "rows", "num_rows", "num_groups", "x_divisor")),
         ("limit", ctypes.c_float),

@@ -2,79 +2,115 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
-from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, machine, padded, routed
+from engine.ops.cuda.packed_gemm import (
+    MANY,
+    MOST_TILES,
+    TILE_TOKENS,
+    Epilogue,
+    Shape,
+    dense,
+    expert_lists,
+    expert_sum,
+    machine,
+    padded,
+    routed,
+)
 from engine.ops.packed_experts import PackedExperts
 from engine.ops.q8 import q8
 
+# Up to so many tokens every choice is an item of its own: hardly two of them share an expert.
+_NO_LISTS = 2
 # From so many rows per expert on the tensor cores are the time, and items of 128 tokens pay.
 _FEW_ROWS = 16
 
 
 def launch(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
-    """The op `packed_experts` on the current CUDA device."""
+    """The op `packed_experts` on the current CUDA device. In a graph the shared expert runs beside the routed ones."""
     run, stream = machine(x.device)
-    return run_experts(run, stream, x, ids, weights, experts, limit, quantize)
+    if not torch.cuda.is_current_stream_capturing():
+        return run_experts(run, stream, x, ids, weights, experts, limit, quantize)
+    source = q8(x) if quantize else x
+    buffers = shared_buffers(source, experts)  # of this stream's memory: the side stream's work ends before this stream goes on
+    here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        run_shared(run, side.cuda_stream, source, experts, limit, quantize, *buffers)
+    parts = run_routed(run, stream, source, ids, weights, experts, limit, quantize)
+    here.wait_stream(side)
+    return _sum(run, stream, parts, buffers[1])
 
 
 def run_experts(
     run: Kernels, stream: int, x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool
 ) -> Tensor:
-    """`launch` with the kernels given, which may be the emulated ones."""
-    tokens, choices = ids.shape
-    inner, width = experts.w2.columns, experts.w2.rows
-    source = padded(q8(x) if quantize else x, experts.w13)
-    up_shape, down_shape = shapes(tokens, choices, experts.w13.groups)
-    lists = expert_lists(run, stream, ids.contiguous(), experts.w13.groups, up_shape.tiles)
-    act = x.new_empty(tokens * choices, inner)
-    routed(
-        run, stream, source, experts.w13, lists, act, up_shape, Epilogue.SWIGLU, divisor=choices, weights=weights.contiguous(), limit=limit
-    )
-    # Many parts are kept as the bf16 numbers that the products of the reference give; of few the fp32 sums cost nothing.
-    many = down_shape.tiles == MANY
-    parts = x.new_empty(tokens * choices, width, dtype=torch.bfloat16 if many else torch.float32)
-    routed(
-        run,
-        stream,
-        padded(q8(act) if quantize else act, experts.w2),
-        experts.w2,
-        lists,
-        parts,
-        down_shape,
-        Epilogue.BF16 if many else Epilogue.FP32,
-    )
-    shared = run_shared(run, stream, q8(x) if quantize else x, experts, limit, quantize)
-    out = x.new_empty(tokens, width)
-    expert_sum(run, stream, parts.view(tokens, choices, width), shared, out)
+    """`launch` on one stream, with the kernels given, which may be the emulated ones."""
+    source = q8(x) if quantize else x
+    buffers = shared_buffers(source, experts)
+    run_shared(run, stream, source, experts, limit, quantize, *buffers)
+    return _sum(run, stream, run_routed(run, stream, source, ids, weights, experts, limit, quantize), buffers[1])
+
+
+def run_routed(
+    run: Kernels, stream: int, source: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool
+) -> Tensor:
+    """The chosen experts' outputs [T, K, C]: fp32, or of many tokens the bf16 numbers that the products of the reference give."""
+    (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
+    ids, weights = ids.contiguous(), weights.contiguous()
+    shape = division(tokens, choices, w13.groups)
+    lists = ids if tokens <= _NO_LISTS else expert_lists(run, stream, ids, w13.groups, shape.tiles)
+    act = source.new_empty(tokens * choices, w2.columns)
+    routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
+    act = padded(q8(act) if quantize else act, w2)
+    dtype, epilogue = (torch.bfloat16, Epilogue.BF16) if shape.tiles == MANY else (torch.float32, Epilogue.FP32)
+    parts = source.new_empty(tokens * choices, w2.rows, dtype=dtype)
+    routed(run, stream, act, w2, lists, parts, shape, epilogue)
+    return parts.view(tokens, choices, w2.rows)
+
+
+def shared_buffers(source: Tensor, experts: PackedExperts) -> tuple[Tensor, Tensor]:
+    """Hidden activations [T, I] and output [T, C] of the shared expert."""
+    tokens = source.shape[0]
+    return source.new_empty(tokens, experts.shared_w2.columns), source.new_empty(tokens, experts.shared_w2.rows)
+
+
+def run_shared(
+    run: Kernels, stream: int, source: Tensor, experts: PackedExperts, limit: float, quantize: bool, act: Tensor, out: Tensor
+) -> None:
+    """The shared expert. source: [T, C] bf16; act, out: see `shared_buffers`."""
+    tokens = source.shape[0]
+    shape = Shape(tiles_of(tokens), 8) if tokens <= TILE_TOKENS * MOST_TILES else Shape(MANY)
+    dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, shape, Epilogue.SWIGLU, limit=limit)
+    act = padded(q8(act) if quantize else act, experts.shared_w2)
+    dense(run, stream, act, experts.shared_w2, out, shape, Epilogue.BF16)
+
+
+def _sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor) -> Tensor:
+    out = torch.empty_like(shared)
+    expert_sum(run, stream, parts, shared, out)
     return out
 
 
-def run_shared(run: Kernels, stream: int, source: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
-    """The shared expert. source: [T, C] bf16; returns [T, C] bf16."""
-    tokens = source.shape[0]
-    act = source.new_empty(tokens, experts.shared_w2.columns)
-    shape = Shape(tiles_of(tokens), 8) if tokens <= 64 else Shape(MANY)
-    dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, shape, Epilogue.SWIGLU, limit=limit)
-    shared = source.new_empty(tokens, experts.shared_w2.rows)
-    act = padded(q8(act) if quantize else act, experts.shared_w2)
-    dense(run, stream, act, experts.shared_w2, shared, shape, Epilogue.BF16)
-    return shared
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def tiles_of(rows: int) -> int:
     """Tiles of eight tokens that hold `rows` tokens, up to eight of them."""
-    return next((tiles for tiles in (1, 2, 4) if rows <= 8 * tiles), 8)
+    return next((tiles for tiles in (1, 2, 4) if rows <= TILE_TOKENS * tiles), MOST_TILES)
 
 
-def shapes(tokens: int, choices: int, num_experts: int) -> tuple[Shape, Shape]:
-    """Division of gate-up and down. A function of the row count alone, so that a graph bucket always runs the same one."""
+def division(tokens: int, choices: int, num_experts: int) -> Shape:
+    """Of both products. A function of the row count alone, so that a graph bucket always runs the same one."""
     mean = tokens * choices / num_experts
     if mean > _FEW_ROWS:
-        return Shape(MANY), Shape(MANY)
-    tiles = 1 if mean <= 2.5 else 2 if mean <= 8 else 4
+        return Shape(MANY)
+    tiles = 1 if mean <= 2.5 or tokens <= _NO_LISTS else 2 if mean <= 8 else 4
     # A handful of experts has fewer tiles of rows than the machine has room for: two blocks everywhere finish before three here and there.
-    residents = 2 if tokens * choices <= 12 else 0
-    return Shape(tiles, 1, residents), Shape(tiles, 1, residents)
+    return Shape(tiles, residents=2 if tokens <= _NO_LISTS else 0)

@@ -13,6 +13,7 @@ from engine.ops.cuda.library import GemmArguments, Kernels, check_launch, kernel
 from engine.ops.packed_weights import Format, PackedWeights
 
 TILE_TOKENS = 8
+MOST_TILES = 8  # of an item of the kernel for few tokens
 MANY = 16  # tiles of an item of the kernel for many tokens
 
 
@@ -73,7 +74,7 @@ def routed(
     stream: int,
     x: Tensor,
     packed: PackedWeights,
-    lists: ExpertLists,
+    lists: ExpertLists | Tensor,
     out: Tensor,
     shape: Shape,
     epilogue: Epilogue,
@@ -82,12 +83,18 @@ def routed(
     weights: Tensor | None = None,
     limit: float = 0.0,
 ) -> None:
-    """out[slot] = expert(x[slot // divisor]) for every slot of the lists. x: [R, padded columns] bf16. weights: one a slot, fp32."""
+    """out[slot] = expert(x[slot // divisor]) for every slot of the lists. x: [R, padded columns] bf16. weights: one a slot, fp32.
+
+    lists: or the expert of each slot, int64: then every slot is an item of its own, which for a token or two saves making lists.
+    """
     arguments = _arguments(packed, x, out, limit)
-    arguments.items, arguments.num_items, arguments.slots = lists.items.data_ptr(), lists.count.data_ptr(), lists.slots.data_ptr()
+    if isinstance(lists, Tensor):
+        arguments.groups, arguments.num_rows = lists.data_ptr(), lists.numel()
+    else:
+        arguments.items, arguments.num_items, arguments.slots = lists.items.data_ptr(), lists.count.data_ptr(), lists.slots.data_ptr()
+        assert lists.item_rows == TILE_TOKENS * shape.tiles, f"items of {lists.item_rows} rows, {shape.tiles} tiles"
     arguments.weights = weights.data_ptr() if weights is not None else None
     arguments.x_divisor = divisor
-    assert lists.item_rows == TILE_TOKENS * shape.tiles, f"items of {lists.item_rows} rows, {shape.tiles} tiles"
     _launch(run, stream, arguments, packed.format, epilogue, shape, shape.num_blocks(run.num_processors))
 
 
