@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
 from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
+from engine.exact_sums import ExactSums
 from engine.kv_cache import CacheShape, KVCache, block_bytes
 from engine.loader import Checkpoint, RandomWeights, model_fingerprint, open_checkpoint
 from engine.models.config import ModelConfig, load_config
@@ -223,6 +225,10 @@ class ModelRunner:
         native = self.native.model
         if native is not None and probe is None:
             return native.step(batch, self._truncation)
+        with self._arithmetic():
+            return self._eager(batch, probe)
+
+    def _eager(self, batch: Batch, probe: Probe | None) -> Tensor:
         inputs = self.build_inputs(batch)
         output = self.backbone(inputs, self.kv, want_taps=self._drafting, probe=probe)
         if self._drafting and output.taps is not None:
@@ -269,7 +275,13 @@ class ModelRunner:
             if choose is None:
                 return DraftOutput(*native.propose(slices, states, logits), logits.unflatten(0, (len(slices), -1)))
             return self._draft.propose(states, torch.tensor([s.token_id for s in slices]), logits, choose)
-        return self._draft(slices, self.backbone, self.kv, self.frequencies[0], choose)
+        with self._arithmetic():
+            return self._draft(slices, self.backbone, self.kv, self.frequencies[0], choose)
+
+    def _arithmetic(self) -> AbstractContextManager[object]:
+        """How eager steps multiply: fp32 profiles are references, and on a GPU only exact sums keep a library's order out of them."""
+        reference = self.limits.device == "cuda" and self.limits.precision in (Precision.F, Precision.FQ)
+        return ExactSums() if reference else nullcontext()
 
 
 class _PathAgreement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
@@ -31,6 +32,8 @@ def run_cases(
         except Exception as error:  # one broken op must not take the other figures with it; the record carries the error
             record = _head(case) | {"level": FAILED, "error": {"message": f"{type(error).__name__}: {error}"}}
         if setting.device == "cuda":
+            # A failed case leaves cycles behind that hold its tensors.
+            gc.collect()
             torch.cuda.empty_cache()
         if setting.small or setting.device == "cpu":
             record["note"] = SMALL_NOTE

@@ -40,7 +40,8 @@ def sparse_attention(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: T
     """One softmax over all selected rows of all sources; keys serve as values too.
 
     q: [T, H, D] bf16 or fp32. sources: (rows [M, D], selection of K of them per query); row 0 of each must be finite.
-    sink: [H] fp32, adds exp(sink) to the denominator only. Returns [T, H, D] of q's dtype, fp32 inside; a row without keys gives 0.
+    sink: [H] fp32, adds exp(sink) to the denominator only. Returns [T, H, D] of q's dtype; a row without keys gives 0. bf16 queries are
+    computed in fp32, fp32 ones in fp64.
     A key that two entries select counts twice.
     """
     check(q.ndim == 3 and sink.shape == q.shape[1:2], "sparse_attention", q=q, sink=sink)
@@ -61,10 +62,12 @@ def _reference(q: Tensor, sources: list[tuple[Tensor, Selection]], sink: Tensor,
 
 
 def _attend(q: Tensor, sources: list[tuple[Tensor, Tensor, Tensor]], sink: Tensor, scale: float) -> Tensor:
-    query, width = q.float(), q.shape[2]
-    keys = [rows.index_select(0, index.flatten()).view(*index.shape, width).float() for rows, index, _ in sources]
-    logits = [torch.baddbmm(bias, query, k.transpose(1, 2), alpha=scale) for k, (_, _, bias) in zip(keys, sources, strict=True)]
-    logits.append(sink[None, :, None].expand(q.shape[0], -1, 1))
+    # The fp32 profile is a reference: with sums in fp64 the order of keys, which is free, decides nothing.
+    wide = torch.float64 if q.dtype is torch.float32 else torch.float32
+    query, width = q.to(wide), q.shape[2]
+    keys = [rows.index_select(0, index.flatten()).view(*index.shape, width).to(wide) for rows, index, _ in sources]
+    logits = [torch.baddbmm(bias.to(wide), query, k.transpose(1, 2), alpha=scale) for k, (_, _, bias) in zip(keys, sources, strict=True)]
+    logits.append(sink.to(wide)[None, :, None].expand(q.shape[0], -1, 1))
     weights = torch.cat(logits, -1).softmax(-1)
     out: Tensor | None = None
     begin = 0

@@ -27,7 +27,8 @@ def golden_vectors(mode: str) -> Callable[[], dict[str, Any]]:
 
         report = verify_dir(GOLDEN, [VerifyMode(mode)], chunk_sizes=(64, 0))
         errors = [p.max_error for run in report.runs for p in run.prompts]
-        return {"passed": report.passed, "max_error": max(errors)}
+        problems = [f"{p.prompt_id}: {text}" for run in report.runs for p in run.prompts for text in p.problems]
+        return {"passed": report.passed, "max_error": max(errors), "problems": sorted(set(problems))}
 
     return check
 

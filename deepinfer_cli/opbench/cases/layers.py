@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -47,6 +48,7 @@ def _load(setting: Setting, layers: tuple[int, ...], experts: int | None) -> _Lo
     for other in [name for name in setting._made if name.startswith("layers ") and name != key]:
         setting.drop(other)
     if setting.device == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
     def make() -> _Loaded:
