@@ -114,7 +114,7 @@ class ModelRunner:
         self._shared = make_shared_prefill(config, group, model.text, self.kv, self.token_map, self.frequencies)
         self._decode: RecordedDecode | None = None
         self._drafts: RecordedDraft | None = None
-        reason = why_not_recorded(config, numerics, device, chosen)
+        reason = why_not_recorded(config, model, numerics, device, chosen)
         if recorder is None and not reason:
             recorder = CudaRecorder()
         if recorder is not None and self._exchange is None:

@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 # Ops whose references read results on the host, which a recorded step cannot.
 _RECORDED_OPS = ("packed_experts", "index_search", "row_attention")
 
+# The rows of one tensor core operand: fewer heads run the reference, which would be recorded for the longest context there can be.
+_LEAST_INDEX_HEADS = 16
+
 
 def keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Precision, device: str, ops: dict[str, str]) -> bool:
     """Whether quantised weights stay as stored. ops: op -> backend. Raises: ConfigError when they cannot although they shall."""
@@ -33,7 +36,7 @@ def keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Pr
     return False
 
 
-def why_not_recorded(config: EngineConfig, numerics: Numerics, device: str, ops: dict[str, str]) -> str:
+def why_not_recorded(config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, ops: dict[str, str]) -> str:
     """Why decode steps stay eager; "" when they can be recorded. ops: op -> backend."""
     if device != "cuda":
         return f"the device is {device}"
@@ -43,5 +46,7 @@ def why_not_recorded(config: EngineConfig, numerics: Numerics, device: str, ops:
         return "experts are exchanged between ranks"
     if not (numerics.packed_rows and numerics.packed_weights):
         return "weights or cache rows are not packed"
+    if model.text.index_source_layer_ids and model.text.index_n_heads < _LEAST_INDEX_HEADS:
+        return f"{model.text.index_n_heads} index heads are too few for the kernel of index_search"
     slow = [op for op in _RECORDED_OPS if ops.get(op, "reference") == "reference"]
     return f"no kernel for {', '.join(slow)}" if slow else ""
