@@ -1,0 +1,175 @@
+"""One long prompt on one rank and on two that prefill together: `python -m tests.gpu.context_parallel OUT [--device cpu]`.
+
+Layers of the released shapes with random weights (on CPUs the small golden model), compact truncation, the prompt in chunks. Each rank
+is a process with a GPU of its own. The chunk of one rank and of two together is the same. Prints a table; the logits of both must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+LAYERS = (2, 3, 8, 9, 20, 21)
+GOLDEN = Path(__file__).parents[1] / "golden" / "model" / "tiny-a-bf16"
+LONG, KEEP, ROUNDS = 65_536, 140, 3
+CHUNKS = {"cuda": (8_192, 16_384, 32_768), "cpu": (64, 128)}
+
+
+def settings(device: str, model: str, ranks: int, length: int, chunk: int) -> dict[str, Any]:
+    common: dict[str, Any] = {"model": model, "device": device, "dp": ranks, "cp": ranks, "yoco_mode": "compact", "spec": False}
+    common |= {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": chunk,
+        "max_model_len": length + 8,
+        "num_draft_tokens": 1,
+        "enforce_eager": True,
+    }
+    if device == "cpu":
+        return common | {"block_size": 16, "yoco_keep_tokens": 40, "num_blocks": ranks * 30 + 1, "num_threads": 1}
+    return common | {"load_format": "dummy", "yoco_keep_tokens": KEEP, "num_blocks": ranks * (length // 128 + 2) + 1}
+
+
+def prefill(runner: Any, prompt: list[int], chunk: int, owner: bool) -> Any:
+    """The whole prompt on state slot 1 and the first blocks. Returns its logits [1, V], or none for a rank that only helps."""
+    from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
+
+    logits = None
+    table = list(range(1, -(-len(prompt) // runner.kv.block_size) + 1))
+    back = runner.limits.ngram_history
+    for start in range(0, len(prompt), chunk):
+        end = min(len(prompt), start + chunk)
+        if not owner:
+            runner.join(StepKind.PREFILL)
+            continue
+        rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
+        history = tuple(prompt[max(0, start - back) : start])
+        piece = SequenceSlice(prompt[start:end], start, len(prompt), table, 1, history, logit_rows=rows)
+        logits = runner.run(Batch(StepKind.PREFILL, [piece]))
+    return logits
+
+
+def measure(runner: Any, prompt: list[int], chunk: int, owner: bool) -> tuple[list[float], Any]:
+    """Seconds of `ROUNDS` prefills after one that is not counted, and the last logits."""
+    import torch
+
+    def wait() -> None:
+        if runner.limits.device == "cuda":
+            torch.cuda.synchronize()
+
+    times, logits = [], None
+    for _ in range(ROUNDS + 1):
+        wait()
+        began = time.perf_counter()
+        logits = prefill(runner, prompt, chunk, owner)
+        wait()
+        times.append(time.perf_counter() - began)
+    return times[1:], logits
+
+
+def gather_ms(runner: Any, rows: int) -> float:
+    """One all-gather of `rows` window keys of a rank, as every layer does it."""
+    import torch
+
+    group = runner._shared.exchange.group
+    mine = torch.zeros(rows, *runner.kv.rings.shape[2:], dtype=runner.kv.rings.dtype, device=runner.limits.device)
+    out = mine.new_empty(group.size, *mine.shape)
+    for _ in range(3):
+        group.all_gather(out, mine)
+    if runner.limits.device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(20):
+        group.all_gather(out, mine)
+    if runner.limits.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / 20 * 1e3
+
+
+def rank_main(rank: int, device: str, model: str, meeting: str, out: Path) -> None:
+    import torch
+
+    from engine.config import EngineConfig
+    from engine.distributed import GlooGroup
+    from engine.model_runner import ModelRunner
+
+    chunks = CHUNKS[device]
+    length = LONG if device == "cuda" else 300
+    draw = torch.Generator().manual_seed(1)
+    prompt = torch.randint(2, 400, (length,), generator=draw).tolist()
+    report: dict[str, Any] = {"rank": rank, "length": length, "alone": {}, "together": {}, "gather_ms": {}}
+    group = GlooGroup(rank, 2, init_file=meeting, timeout_s=300)
+    alone = ModelRunner(EngineConfig(**settings(device, model, 1, length, max(chunks))))
+    kept: dict[int, Any] = {}
+    for chunk in chunks:
+        report["alone"][chunk], logits = measure(alone, prompt, chunk, owner=True)
+        kept[chunk] = logits.float().cpu()
+    del alone
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    together = ModelRunner(EngineConfig(**settings(device, model, 2, length, max(chunks))), group=group)
+    for chunk in chunks:
+        report["together"][chunk], logits = measure(together, prompt, chunk, owner=rank == 0)
+        report["gather_ms"][chunk] = gather_ms(together, chunk // 2)
+        if rank == 0:
+            found = logits.float().cpu()
+            cosine = torch.nn.functional.cosine_similarity(found, kept[chunk]).item()
+            report[f"cosine-{chunk}"] = cosine
+            report[f"same-token-{chunk}"] = bool((found.argmax(-1) == kept[chunk].argmax(-1)).all())
+    (out / f"rank-{rank}.json").write_text(json.dumps(report))
+    group.close()
+    sys.stdout.flush()
+    os._exit(0)  # NCCL's own threads may wait for the peer's
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--rank", type=int, default=-1)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--meeting", default="")
+    options = parser.parse_args()
+    if options.rank >= 0:
+        rank_main(options.rank, options.device, options.model, options.meeting, options.out)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = GOLDEN
+        if options.device == "cuda":
+            from engine.models.released import excerpt, write_excerpt
+
+            model = write_excerpt(Path(scratch) / "model", excerpt(LAYERS, stages=0))
+        children = []
+        for rank in range(2):
+            command = [sys.executable, "-m", "tests.gpu.context_parallel", str(options.out), "--device", options.device]
+            command += ["--rank", str(rank), "--model", str(model), "--meeting", f"{scratch}/meeting"]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"}
+            children.append(subprocess.Popen(command, env=environment))
+        codes = [child.wait() for child in children]
+    if any(codes):
+        sys.exit(f"ranks exited with {codes}")
+    show(options.out)
+
+
+def show(out: Path) -> None:
+    helper, owner = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in (1, 0))
+    print(f"prompt of {owner['length']} tokens, median of {ROUNDS}; alone: one rank; together: two")
+    print(f"{'chunk':>7} {'alone s':>9} {'together s':>11} {'ratio':>6} {'spread':>7} {'gather ms':>10} {'cosine':>9} same token")
+    for chunk, times in owner["together"].items():
+        alone = statistics.median(owner["alone"][chunk] + helper["alone"][chunk])
+        joint = statistics.median(times)
+        spread = (max(times) - min(times)) / joint
+        facts = f"{owner['gather_ms'][chunk]:10.3f} {owner[f'cosine-{chunk}']:9.6f} {owner[f'same-token-{chunk}']}"
+        print(f"{chunk:>7} {alone:9.3f} {joint:11.3f} {alone / joint:6.2f} {spread:7.1%} {facts}")
+
+
+if __name__ == "__main__":
+    main()
