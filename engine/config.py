@@ -86,6 +86,11 @@ class EngineConfig:
         common=True,
         aliases=("DEEPINFER_PREFILL_ANY_ATTEMPT_INTERVAL",),
     )
+    prefill_vote: str = knob(
+        "intervals",
+        "What decides about prompt steps: the intervals above, or whether a prompt is urgent (in progress, alone on its rank, or waiting).",
+        choices=("intervals", "urgent"),
+    )
     yoco_mode: str = knob(
         "off",
         "Decoder truncation in prefill; the server's default is compact.",

@@ -18,7 +18,7 @@ from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocab
 from engine.metrics import rank_record
 from engine.models.draft import Choose, DraftSlice
 from engine.pipeline import Pipeline
-from engine.prefill_gate import PrefillGate
+from engine.prefill_gate import PrefillGate, VoteRule
 from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
@@ -92,7 +92,7 @@ class Engine:
         in_caller = not self.overlaps or (self.limits.device == "cuda" and drafter is None)
         self._step_runner = StepRunner(self.runner, sampler, drafter, limits.history_len, keep_on_device=self.overlaps and in_caller)
         self._pipeline = Pipeline(stream or (CallerStream() if in_caller else WorkerStream()), self._step_runner)
-        gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval)
+        gate = PrefillGate(self.group, config.prefill_attempt_interval, config.prefill_any_interval, VoteRule(config.prefill_vote))
         self.scheduler = Scheduler(limits, gate, self.cache, clock, self._land)
         self._outputs: list[Output] = []
         self._measured_path = ""

@@ -8,6 +8,9 @@ construction, so every rank knows on its own when a vote counts:
 
 A second vote asks whether any rank obtained work. If none did, everyone decodes and the count goes on: a full engine would
 otherwise vote and fail for ever.
+
+That is the rule `intervals`. The rule `urgent` needs no interval: a prompt step comes when every rank wants one, or one rank urgently,
+and at least `DECODE_PAUSE` decode steps lie between two of them while somebody decodes.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ DECODE_PAUSE = 2
 
 _INTERVAL_BITS = 20  # an interval change travels as one integer: sequence number, attempt-interval, any-interval
 MAX_INTERVAL = 2**_INTERVAL_BITS - 1
+
+
+class VoteRule(StrEnum):
+    """What decides about a prompt step."""
+
+    INTERVALS = "intervals"
+    URGENT = "urgent"
 
 
 class Point(StrEnum):
@@ -47,11 +57,13 @@ class Ballot:
 class PrefillGate:
     """Counts steps and takes the votes. Every rank of the group calls the same methods in the same order."""
 
-    def __init__(self, group: Group, attempt_interval: int, any_interval: int) -> None:
+    def __init__(self, group: Group, attempt_interval: int, any_interval: int, rule: VoteRule = VoteRule.INTERVALS) -> None:
         self.group = group
+        self.rule = rule
         self.attempt_interval = attempt_interval
         self.any_interval = any_interval
         self.decode_step = 0
+        self._decoded_since = DECODE_PAUSE  # decode steps since the last prompt step
         self._prompt_streak = 0
         self._paused_steps = 0
         self._decoding = False
@@ -71,14 +83,18 @@ class PrefillGate:
                 raise ConfigError(f"engine.{name} is {value}", hint=f"allowed: 1 to {MAX_INTERVAL} decode steps")
         self._proposal = ((self._change_number + 1) << 2 * _INTERVAL_BITS) | (attempt << _INTERVAL_BITS) | any_
 
-    def vote(self, *, unfinished: bool, wants: bool, decoding: bool) -> Ballot:
-        """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, and a change of intervals."""
-        anyone, someone_decodes, any_wants, someone_declines, change = self.group.max(
-            [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal]
+    def vote(self, *, unfinished: bool, wants: bool, decoding: bool, urgent: bool = False) -> Ballot:
+        """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, who cannot wait for one, and a change of
+        intervals."""
+        anyone, someone_decodes, any_wants, someone_declines, change, any_urgent = self.group.max(
+            [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(urgent and wants)]
         )
         if change:
             self._apply(change)
         self._decoding = bool(someone_decodes)
+        if self.rule is VoteRule.URGENT:
+            may = not self._decoding or self._decoded_since >= DECODE_PAUSE
+            return Ballot(bool(anyone), self._decoding, may and bool(any_urgent or not someone_declines))
         point = self.point()
         passed = any_wants if point is Point.ANY else not someone_declines
         return Ballot(bool(anyone), self._decoding, point is not Point.NONE and bool(passed))
@@ -96,11 +112,12 @@ class PrefillGate:
         return Point.ALL if self.decode_step % self.attempt_interval == 0 else Point.NONE
 
     def count_prompt_step(self) -> None:
-        self.decode_step = 0
+        self.decode_step = self._decoded_since = 0
         self._prompt_streak += 1
         self._paused_steps = 0
 
     def count_decode_step(self) -> None:
+        self._decoded_since += 1
         if not self._pausing:
             self.decode_step += 1
             self._prompt_streak = 0

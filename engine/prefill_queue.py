@@ -14,6 +14,7 @@ from engine.step import SchedulerLimits, Step
 
 # Above this share of used blocks no new prompt starts; the rest is room for the running sequences to grow.
 WATERMARK = 0.9
+PATIENCE_S = 0.05  # a prompt that waited longer is urgent: about three decode steps of a large model
 
 
 class PrefillQueue:
@@ -39,6 +40,13 @@ class PrefillQueue:
     def wants_step(self) -> bool:
         """A prompt in progress owns all its blocks already, so the watermark does not hold it back."""
         return bool(self.waiting) and (bool(self.waiting[0].block_table) or self._blocks.blocks.usage <= WATERMARK)
+
+    def is_urgent(self, decoding: bool) -> bool:
+        """Whether the head should not wait for other ranks: it is in progress, its rank has nothing else to do, or it waited long."""
+        if not self.waiting:
+            return False
+        head = self.waiting[0]
+        return bool(head.block_table) or not decoding or self._clock() - head.arrival_s > PATIENCE_S
 
     def select(self, num_running: int) -> Step:
         """Fill the token budget from the head of `waiting`. At most one piece is a chunk, and it ends the batch."""

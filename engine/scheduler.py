@@ -94,7 +94,9 @@ class Scheduler:
         The step that it returns has to be committed, unless it has no sequences.
         """
         gate = self.gate
-        ballot = gate.vote(unfinished=self.has_work, wants=self._queue.wants_step, decoding=bool(self.running))
+        decoding = bool(self.running)
+        urgent = self._queue.is_urgent(decoding)
+        ballot = gate.vote(unfinished=self.has_work, wants=self._queue.wants_step, decoding=decoding, urgent=urgent)
         if not ballot.unfinished:
             self._land()
             return Step(StepKind.DECODE, idle=True)

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.prefill_gate import PrefillGate
+from engine.prefill_gate import PrefillGate, VoteRule
+from engine.prefill_queue import PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,28 @@ class Rank:
     def load(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def is_urgent(self, now_s: float) -> bool:
+        """As `engine.prefill_queue`."""
+        head = self.waiting[0] if self.waiting else None
+        return head is not None and (head.started or not self.running or now_s - head.at_s > PATIENCE_S)
+
 
 class Simulation:
     """Runs one workload to its end."""
 
-    def __init__(self, ranks: int, attempt: int, any_: int, costs: StepCosts, *, chunk_tokens: int = 8192, max_num_seqs: int = 256) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        attempt: int,
+        any_: int,
+        costs: StepCosts,
+        *,
+        chunk_tokens: int = 8192,
+        max_num_seqs: int = 256,
+        rule: VoteRule = VoteRule.INTERVALS,
+    ) -> None:
         self._tally = Tally(ranks)
-        self._gate = PrefillGate(self._tally, attempt, any_)
+        self._gate = PrefillGate(self._tally, attempt, any_, rule)
         self._costs, self._chunk, self._limit = costs, chunk_tokens, max_num_seqs
         self._ranks = [Rank() for _ in range(ranks)]
         self._now = 0.0
@@ -141,7 +157,8 @@ class Simulation:
         """One iteration of the group; None when it is idle. Returns the requests that ended."""
         wants = [bool(rank.waiting) and len(rank.running) < self._limit for rank in self._ranks]
         unfinished, decoding = any(rank.load for rank in self._ranks), any(rank.running for rank in self._ranks)
-        self._tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0]
+        urgent = any(want and rank.is_urgent(self._now) for want, rank in zip(wants, self._ranks, strict=True))
+        self._tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0, int(urgent)]
         ballot = self._gate.vote(unfinished=unfinished, wants=any(wants), decoding=decoding)
         if not ballot.unfinished:
             return None
@@ -192,10 +209,19 @@ class Simulation:
 
 
 def simulate(
-    work: Workload, *, ranks: int, attempt: int, any_: int, costs: StepCosts, chunk_tokens: int = 8192, max_num_seqs: int = 256
+    work: Workload,
+    *,
+    ranks: int,
+    attempt: int,
+    any_: int,
+    costs: StepCosts,
+    chunk_tokens: int = 8192,
+    max_num_seqs: int = 256,
+    rule: VoteRule = VoteRule.INTERVALS,
 ) -> list[Simulated]:
     """A fresh group does one workload. Times exclude `costs.overhead_s`, which callers add to a TTFT that they compare with a client's."""
-    return Simulation(ranks, attempt, any_, costs, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs).run(work)
+    simulation = Simulation(ranks, attempt, any_, costs, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, rule=rule)
+    return simulation.run(work)
 
 
 def mean_wait_steps(requests: Sequence[Simulated]) -> float:

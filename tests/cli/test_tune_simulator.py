@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_cli.tune.simulator import StepCosts, Workload, mean_wait_steps, simulate
+from engine.prefill_gate import VoteRule
 from tests.engine.simulation import make_scheduler, make_sequence, run_ranks, run_step
 
 COSTS = StepCosts(vote_s=0.001, decode_s=0.010, decode_row_s=0.0, prompt_s=0.020, prompt_token_s=0.0)
@@ -33,6 +34,38 @@ def test_every_chunk_of_a_long_prompt_waits_again() -> None:
     assert request.ttft_s == pytest.approx(4 * (2 * 0.001 + 0.020 + 0.002))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_at_interval_two_a_first_token_comes_within_prefill_and_two_decode_steps_per_chunk(ranks: int, decoding: bool, chunks: int) -> None:
+    """The bound of `engine` G3: prefill + 2 decode steps + 50 ms. Each chunk leaves two steps to those who decode."""
+    costs = StepCosts(vote_s=0.0005, decode_s=0.014, decode_row_s=0.0002, prompt_s=0.010, prompt_token_s=0.00003)
+    long = 8192 * chunks
+    arrivals = (*((0.0,) * (3 * ranks) if decoding else ()), 10.0)
+    work = Workload(prompt_tokens=long, output_tokens=2000, count=len(arrivals), arrivals_s=arrivals)
+    last = simulate(work, ranks=ranks, attempt=70, any_=2, costs=costs)[-1]
+    prefill = chunks * (costs.prompt(8192) + 2 * costs.vote_s)
+    step = costs.decode(4) + costs.vote_s if decoding else costs.vote_s
+    assert last.ttft_s <= prefill + chunks * 2 * step + 0.050
+    assert last.waited_steps <= 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_urgent_prompts_need_no_interval_and_their_chunks_never_wait_on_an_idle_group(ranks: int) -> None:
+    long = Workload(prompt_tokens=5 * 8192, output_tokens=1, count=1)
+    (request,) = simulate(long, ranks=ranks, attempt=70, any_=100, costs=COSTS, rule=VoteRule.URGENT)
+    assert request.waited_steps == 0
+    assert request.ttft_s == pytest.approx(5 * (0.020 + 2 * 0.001))
+
+
+def test_urgent_prompts_wait_at_most_two_steps_of_those_who_decode() -> None:
+    work = Workload(prompt_tokens=64, output_tokens=500, count=9, arrivals_s=(*(0.0,) * 8, 1.0))
+    last = simulate(work, ranks=2, attempt=70, any_=100, costs=COSTS, rule=VoteRule.URGENT)[-1]
+    assert last.ttft_s <= 0.05 + 0.020 + 2 * (0.010 + 0.001) + 0.002 + 1e-9  # patience, since its rank decodes too
+    intervals = simulate(work, ranks=2, attempt=70, any_=100, costs=COSTS)[-1]
+    assert intervals.ttft_s > last.ttft_s
+
+
 def test_a_larger_interval_trades_the_wait_of_prompts_for_the_gaps_of_answers() -> None:
     work = Workload(prompt_tokens=64, output_tokens=200, count=12, arrivals_s=tuple(0.3 * i for i in range(12)))
     often = simulate(work, ranks=2, attempt=1000, any_=2, costs=COSTS)
@@ -50,14 +83,15 @@ def test_a_larger_interval_trades_the_wait_of_prompts_for_the_gaps_of_answers() 
     gap_ms=st.integers(0, 200),
     concurrency=st.integers(0, 5),
     tokens_per_step=st.sampled_from([1.0, 2.5]),
+    rule=st.sampled_from(list(VoteRule)),
 )
 def test_every_request_ends_in_order_of_time(
-    ranks: int, attempt: int, any_: int, count: int, gap_ms: int, concurrency: int, tokens_per_step: float
+    ranks: int, attempt: int, any_: int, count: int, gap_ms: int, concurrency: int, tokens_per_step: float, rule: VoteRule
 ) -> None:
     arrivals = tuple(i * gap_ms / 1e3 for i in range(count)) if concurrency == 0 else ()
     work = Workload(700, 9, count, arrivals, max(1, concurrency), 0.01)
     costs = StepCosts(0.001, 0.01, 0.001, 0.01, 0.0001, tokens_per_step=tokens_per_step)
-    requests = simulate(work, ranks=ranks, attempt=attempt, any_=any_, costs=costs, chunk_tokens=256)
+    requests = simulate(work, ranks=ranks, attempt=attempt, any_=any_, costs=costs, chunk_tokens=256, rule=rule)
     assert len(requests) == count
     for request in requests:
         assert request.first_s > request.at_s
@@ -65,12 +99,13 @@ def test_every_request_ends_in_order_of_time(
         assert 1 + len(request.gaps_s) * tokens_per_step >= 9
 
 
+@pytest.mark.parametrize("rule", list(VoteRule))
 @pytest.mark.parametrize("any_", [100, 7, 2])
-def test_it_agrees_with_the_scheduler_of_the_engine(any_: int) -> None:
+def test_it_agrees_with_the_scheduler_of_the_engine(any_: int, rule: VoteRule) -> None:
     """Three scheduler threads in lockstep, one of them with one prompt: as many steps before its first token as simulated."""
 
     def rank_main(group: object) -> int:
-        scheduler = make_scheduler(group, any_=any_)  # type: ignore[arg-type]
+        scheduler = make_scheduler(group, any_=any_, rule=rule)  # type: ignore[arg-type]
         if group.rank == 1:  # type: ignore[attr-defined]
             scheduler.add(make_sequence("lone", 8, max_tokens=1))
         steps = 0
@@ -81,5 +116,5 @@ def test_it_agrees_with_the_scheduler_of_the_engine(any_: int) -> None:
             steps += 1
 
     taken = run_ranks(3, rank_main)
-    (request,) = simulate(Workload(8, 1, 1), ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16)
+    (request,) = simulate(Workload(8, 1, 1), ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16, rule=rule)
     assert taken == [request.waited_steps + 1] * 3

@@ -9,7 +9,7 @@ from typing import Any
 from engine.batch import StepKind
 from engine.cache_contract import NoPlan, NoPrefixCache
 from engine.distributed import Group, SoloGroup
-from engine.prefill_gate import PrefillGate
+from engine.prefill_gate import PrefillGate, VoteRule
 from engine.request import Output, Request, SamplingParams, Sequence
 from engine.scheduler import Scheduler
 from engine.step import Sampled, SchedulerLimits, Step
@@ -42,9 +42,16 @@ def limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_scheduler(
-    group: Group | None = None, *, cache: Any = None, attempt: int = 70, any_: int = 100, clock: FakeClock | None = None, **changes: Any
+    group: Group | None = None,
+    *,
+    cache: Any = None,
+    attempt: int = 70,
+    any_: int = 100,
+    rule: VoteRule = VoteRule.INTERVALS,
+    clock: FakeClock | None = None,
+    **changes: Any,
 ) -> Scheduler:
-    gate = PrefillGate(group or SoloGroup(), attempt, any_)
+    gate = PrefillGate(group or SoloGroup(), attempt, any_, rule)
     return Scheduler(limits(**changes), gate, cache or NoPrefixCache(), clock or FakeClock())
 
 

@@ -7,15 +7,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import StepKind
-from tests.engine.simulation import drain, expected_tokens, finals_of, make_scheduler, make_sequence, run_ranks, run_step, tokens_of
+from engine.prefill_gate import VoteRule
+from engine.prefill_queue import PATIENCE_S
+from tests.engine.simulation import (
+    FakeClock,
+    drain,
+    expected_tokens,
+    finals_of,
+    make_scheduler,
+    make_sequence,
+    run_ranks,
+    run_step,
+    tokens_of,
+)
 
 
 @settings(max_examples=15, deadline=None)
-@given(size=st.sampled_from([2, 4]), seed=st.integers(0, 10**6), any_=st.sampled_from([1, 2, 20]), num_blocks=st.sampled_from([9, 24]))
-def test_all_ranks_run_the_same_kind_of_step_and_stop_together(size, seed, any_, num_blocks):
+@given(
+    size=st.sampled_from([2, 4]),
+    seed=st.integers(0, 10**6),
+    any_=st.sampled_from([1, 2, 20]),
+    num_blocks=st.sampled_from([9, 24]),
+    rule=st.sampled_from(list(VoteRule)),
+)
+def test_all_ranks_run_the_same_kind_of_step_and_stop_together(size, seed, any_, num_blocks, rule):
     def rank_main(group):
         rng = random.Random(f"{seed}/{group.rank}")
-        scheduler = make_scheduler(group, any_=any_, attempt=5, num_blocks=num_blocks)
+        scheduler = make_scheduler(group, any_=any_, attempt=5, num_blocks=num_blocks, rule=rule)
         kinds, outputs, sent = [], [], {}
         for step_number in range(1500):
             if step_number < 60 and rng.random() < 0.2 and group.rank != 1:  # rank 1 stays idle all the time
@@ -106,3 +124,45 @@ def test_waves_of_prompts_on_all_ranks_prefill_at_once():
         return kinds
 
     assert run_ranks(3, rank_main) == [[StepKind.PREFILL] * 2] * 3
+
+
+def test_an_urgent_prompt_alone_in_the_group_starts_at_once_and_so_do_its_chunks():
+    def rank_main(group):
+        scheduler = make_scheduler(group, rule=VoteRule.URGENT)
+        if group.rank == 0:
+            scheduler.add(make_sequence("long", 40, max_tokens=1))  # three chunks
+        return [run_step(scheduler)[0].kind for _ in range(3)]
+
+    assert run_ranks(4, rank_main) == [[StepKind.PREFILL] * 3] * 4
+
+
+def test_urgent_chunks_leave_two_decode_steps_to_those_who_decode():
+    def rank_main(group):
+        scheduler = make_scheduler(group, rule=VoteRule.URGENT)
+        if group.rank == 1:
+            scheduler.add(make_sequence("other", 1, max_tokens=400, ignore_eos=True))
+        run_step(scheduler)
+        if group.rank == 0:
+            scheduler.add(make_sequence("long", 40, max_tokens=1))
+        return [run_step(scheduler)[0].kind for _ in range(9)]
+
+    wanted = [StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL] * 3
+    assert run_ranks(2, rank_main) == [wanted] * 2
+
+
+def test_a_prompt_that_is_not_urgent_waits_until_it_is():
+    clock = FakeClock()
+
+    def rank_main(group):
+        scheduler = make_scheduler(group, rule=VoteRule.URGENT, clock=clock)
+        scheduler.add(make_sequence(f"run-{group.rank}", 2, max_tokens=40, ignore_eos=True))
+        run_step(scheduler)
+        if group.rank == 0:
+            scheduler.add(make_sequence("late", 2, max_tokens=1))
+        kinds = [run_step(scheduler)[0].kind for _ in range(5)]
+        group.max([0])
+        clock.now = 1.0 + PATIENCE_S + 0.001
+        group.max([0])
+        return [*kinds, run_step(scheduler)[0].kind]
+
+    assert run_ranks(2, rank_main) == [[StepKind.DECODE] * 5 + [StepKind.PREFILL]] * 2

@@ -130,7 +130,7 @@ class Cluster:
         wants = [any(self._startable(rank, request) for request in rank.waiting) for rank in self.ranks]
         unfinished = any(rank.waiting or rank.running for rank in self.ranks)
         decoding = any(rank.running for rank in self.ranks)
-        self.tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0]
+        self.tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0, 0]
         ballot = self.gate.vote(unfinished=unfinished, wants=any(wants), decoding=decoding)
         if not unfinished:
             return None
