@@ -16,7 +16,8 @@ from torch import Tensor
 from engine.cache_layout import BlockLayout, RowSizes
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
-from engine.ops.cache_rows import pack_entry_rows, pack_index_rows, pack_window_rows, unpack_index_rows
+from engine.ops.cache_rows import pack_window_rows, unpack_index_rows
+from engine.ops.compress_entries import IndexPlaces
 from engine.ops.q4_index import q4_index
 from engine.ops.q4_kv import q4_kv
 from engine.ops.q8 import q8
@@ -82,19 +83,21 @@ class KVCache:
             return pack_window_rows(keys)
         return q8(keys) if self.numerics.quantize_kv else keys
 
+    def entry_rows(self, layer: int, block: Tensor, place: Tensor) -> Tensor:
+        """Rows of `kv_rows` of entries of a source layer. block, place: [E] int64."""
+        return block * self.layout.kv_stride + (place + self.layout.kv_offset[layer])
+
+    def index_places(self, layer: int, block: Tensor, place: Tensor) -> IndexPlaces:
+        """Where packed index keys of a source layer go. block, place: [E] int64."""
+        return IndexPlaces(self.blocks, self.layout.index_offset[layer], self.layout.entries[layer], block, place)
+
     def store_entries(self, layer: int, block: Tensor, place: Tensor, entries: Tensor, keys: Tensor) -> None:
-        """Write compressed entries [E, D] and index keys [E, Di] of a source layer. block, place: [E] int64."""
-        layout = self.layout
-        kv_rows = block * layout.kv_stride + (place + layout.kv_offset[layer])
-        if self.numerics.packed_rows:
-            self.kv_rows.index_copy_(0, kv_rows, pack_entry_rows(entries))
-            data, scales = self._index_region(layer)
-            packed = pack_index_rows(keys)
-            data[block, place], scales[block, place] = packed[:, : data.shape[-1]], packed[:, data.shape[-1] :]
-            return
+        """Write rotated compressed entries [E, D] and index keys [E, Di] to plain rows. block, place: [E] int64."""
+        assert not self.numerics.packed_rows, "packed rows are written by `compress_entries`"
         if self.numerics.quantize_kv:
             entries, keys = q4_kv(entries), q4_index(keys)
-        self.kv_rows.index_copy_(0, kv_rows, entries)
+        self.kv_rows.index_copy_(0, self.entry_rows(layer, block, place), entries)
+        layout = self.layout
         self.index_rows.index_copy_(0, block * layout.index_stride + (place + layout.index_offset[layer]), keys)
 
     def index_keys(self, layer: int, blocks: Tensor, num_entries: int) -> Tensor:

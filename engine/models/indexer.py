@@ -15,9 +15,9 @@ from engine.models.numerics import Linear, Numerics
 from engine.models.packed_layers import AnyLinear, load_linear
 from engine.models.probe import Probe
 from engine.ops.candidate_blocks import candidate_blocks
+from engine.ops.compress_entries import index_queries
 from engine.ops.index_scores import index_scores
 from engine.ops.index_search import IndexQuery, PagedIndexKeys, ascending, index_search, place_entries
-from engine.ops.q4_index import q4_index
 from engine.ops.rope import rotate_
 from engine.ops.select_topk import select_topk
 from engine.ops.sparse_attention import Selection
@@ -88,9 +88,10 @@ class Indexer:
     def _query(self, x: Tensor, qr: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Rotated and rounded queries [T, Hi, Di], and the weights of their heads [T, Hi]."""
         text = self.text
-        q = rotate_(self.wq_b(qr).unflatten(-1, (text.index_n_heads, text.index_head_dim)), rows.rotations.scaled)
+        q = self.wq_b(qr).unflatten(-1, (text.index_n_heads, text.index_head_dim))
         weights = self.weights_proj(x) * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
-        return q4_index(q) if self.numerics.quantize_kv else q, weights
+        rot = rows.rotations.scaled
+        return index_queries(q, rot) if self.numerics.quantize_kv else rotate_(q, rot), weights
 
     def _search_packed(
         self, x: Tensor, qr: Tensor, rows: Rows, inputs: StepInputs, cache: KVCache, allowed: Tensor | None, filtered: bool

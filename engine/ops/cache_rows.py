@@ -94,6 +94,7 @@ def _pack_index(x: Tensor) -> Tensor:
     return torch.cat((pack_e2m1(codes), scale), -1)
 
 
-PACK_WINDOW_ROWS = Op("pack_window_rows", reference=_pack_window, tolerance=Tolerance())
-PACK_ENTRY_ROWS = Op("pack_entry_rows", reference=_pack_entries, tolerance=Tolerance())
-PACK_INDEX_ROWS = Op("pack_index_rows", reference=_pack_index, tolerance=Tolerance())
+_KERNELS = "engine.ops.triton.cache_rows"
+PACK_WINDOW_ROWS = Op("pack_window_rows", reference=_pack_window, triton=f"{_KERNELS}:pack_window", tolerance=Tolerance())
+PACK_ENTRY_ROWS = Op("pack_entry_rows", reference=_pack_entries, triton=f"{_KERNELS}:pack_entries", tolerance=Tolerance())
+PACK_INDEX_ROWS = Op("pack_index_rows", reference=_pack_index, triton=f"{_KERNELS}:pack_index", tolerance=Tolerance())

@@ -55,3 +55,20 @@ def test_the_even_element_is_the_low_nibble():
     x = torch.zeros(1, 16)
     x[0, 0], x[0, 1] = 6.0, -3.0
     assert pack_entry_rows(x)[0, 0].item() == 0x7 | 0xD << 4
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-3, 300.0, 1e-20, 0.0])
+def test_kernels_pack_the_same_bytes(device, number, dtype, magnitude):
+    from engine.ops.triton.cache_rows import pack_entries, pack_index, pack_window
+
+    torch.manual_seed(number)
+    x = torch.randn(5, 3, 64) * magnitude * torch.logspace(-3, 3, 15).view(5, 3, 1)
+    # Ties of every format, both signs, and both zeros.
+    x[0, 0, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0.0, -0.0, -0.25, -0.75, -1.25, -2.5, -5.0, -6.0])
+    x[0, 1] = torch.tensor([448.0, 416.0, 432.0, 440.0, 17.0, 19.0, 2.0**-9, 3 * 2.0**-10]).repeat(8)
+    reference, kernel = [(pack_window_rows, pack_window), (pack_entry_rows, pack_entries), (pack_index_rows, pack_index)][number]
+    x = x.to(dtype).to(device)
+    assert torch.equal(kernel(x), reference(x))
+    assert kernel(x[:0]).shape == reference(x[:0]).shape
