@@ -9,7 +9,7 @@ from engine.ops.packed_weights import Format, PackedWeights, pack_fp8, pack_gate
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 HIDDEN, INNER, EXPERTS, CHOICES, VOCAB = 5120, 2304, 16, 6, 129_280
 

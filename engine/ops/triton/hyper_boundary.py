@@ -21,6 +21,7 @@ from engine.ops.triton.fallback import warn_once
 
 STREAMS = 4
 _WIDTH = 32  # columns of a line of parts; 24 are used
+_FEW_ROWS = 264  # two for every multiprocessor of the largest machine measured
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -28,35 +29,49 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def write_and_read(  # type: ignore[no-untyped-def]
     h, y, post, comb, pre, norm, new_h, x, squares, width, eps, HAS_Y: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """h, new_h: [T, 4, C], y, x: [T, C], norm: [C] bf16; squares: [T] fp32, of all streams as they are stored. COLS >= C."""
+    """h, new_h: [T, 4, C], y, x: [T, C], norm: [C] bf16; squares: [T] fp32, of all streams as they are stored.
+
+    The row is walked in chunks of COLS. The input is stored as it is read and normalised when its sum is known: every thread finds its own
+    values again.
+    """
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, COLS)
-    mask = cols < width
-    at = h + row * 4 * width + cols
-    h0 = tl.load(at, mask=mask, other=0.0)
-    h1 = tl.load(at + width, mask=mask, other=0.0)
-    h2 = tl.load(at + 2 * width, mask=mask, other=0.0)
-    h3 = tl.load(at + 3 * width, mask=mask, other=0.0)
-    if HAS_Y:
-        out = tl.load(y + row * width + cols, mask=mask, other=0.0).to(tl.float32)
-        f0, f1, f2, f3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
-        h0 = _written(f0, f1, f2, f3, out, post + row * 4, comb + row * 16)
-        h1 = _written(f0, f1, f2, f3, out, post + row * 4 + 1, comb + row * 16 + 1)
-        h2 = _written(f0, f1, f2, f3, out, post + row * 4 + 2, comb + row * 16 + 2)
-        h3 = _written(f0, f1, f2, f3, out, post + row * 4 + 3, comb + row * 16 + 3)
-        to = new_h + row * 4 * width + cols
-        tl.store(to, h0, mask=mask)
-        tl.store(to + width, h1, mask=mask)
-        tl.store(to + 2 * width, h2, mask=mask)
-        tl.store(to + 3 * width, h3, mask=mask)
-    g0, g1, g2, g3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
-    tl.store(squares + row, tl.sum(g0 * g0 + g1 * g1 + g2 * g2 + g3 * g3, axis=0))
-    p = pre + row * 4
-    read = tl.load(p) * g0 + tl.load(p + 1) * g1 + tl.load(p + 2) * g2 + tl.load(p + 3) * g3
-    read = read.to(tl.bfloat16).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(read * read, axis=0) / width + eps)
-    weight = tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(x + row * width + cols, (read * scale * weight).to(tl.bfloat16), mask=mask)
+    p0, p1, p2, p3 = tl.load(pre + row * 4), tl.load(pre + row * 4 + 1), tl.load(pre + row * 4 + 2), tl.load(pre + row * 4 + 3)
+    all_squares = tl.zeros([COLS], tl.float32)
+    read_squares = tl.zeros([COLS], tl.float32)
+    for first in range(0, width, COLS):
+        cols = first + tl.arange(0, COLS)
+        mask = cols < width
+        at = h + row * 4 * width + cols
+        h0 = tl.load(at, mask=mask, other=0.0)
+        h1 = tl.load(at + width, mask=mask, other=0.0)
+        h2 = tl.load(at + 2 * width, mask=mask, other=0.0)
+        h3 = tl.load(at + 3 * width, mask=mask, other=0.0)
+        if HAS_Y:
+            out = tl.load(y + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+            f0, f1, f2, f3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
+            h0 = _written(f0, f1, f2, f3, out, post + row * 4, comb + row * 16)
+            h1 = _written(f0, f1, f2, f3, out, post + row * 4 + 1, comb + row * 16 + 1)
+            h2 = _written(f0, f1, f2, f3, out, post + row * 4 + 2, comb + row * 16 + 2)
+            h3 = _written(f0, f1, f2, f3, out, post + row * 4 + 3, comb + row * 16 + 3)
+            to = new_h + row * 4 * width + cols
+            tl.store(to, h0, mask=mask)
+            tl.store(to + width, h1, mask=mask)
+            tl.store(to + 2 * width, h2, mask=mask)
+            tl.store(to + 3 * width, h3, mask=mask)
+        g0, g1, g2, g3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
+        all_squares += g0 * g0 + g1 * g1 + g2 * g2 + g3 * g3
+        read = (p0 * g0 + p1 * g1 + p2 * g2 + p3 * g3).to(tl.bfloat16)
+        tl.store(x + row * width + cols, read, mask=mask)
+        wide = read.to(tl.float32)
+        read_squares += wide * wide
+    tl.store(squares + row, tl.sum(all_squares, axis=0))
+    scale = tl.rsqrt(tl.sum(read_squares, axis=0) / width + eps)
+    for first in range(0, width, COLS):
+        cols = first + tl.arange(0, COLS)
+        mask = cols < width
+        value = tl.load(x + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(x + row * width + cols, (value * scale * weight).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -164,7 +179,8 @@ def write_back(h: Tensor, written: Written | None, pre: Tensor, norm: Tensor, ep
     # Arguments that a variant does not read are passed as some tensor.
     y, post, comb = (written.y.contiguous(), written.post, written.comb) if written is not None else (x, pre, pre)
     if rows:
-        block = triton.next_power_of_2(width)
+        # Few rows: much of a row at once, for latency. Many: several rows at a time on every multiprocessor.
+        block = min(triton.next_power_of_2(width), 4096 if rows <= _FEW_ROWS else 1024)
         write_and_read[(rows,)](
             h, y, post, comb, pre, norm, new_h, x, squares, width, eps, written is not None, block,
             num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
