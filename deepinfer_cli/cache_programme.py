@@ -18,7 +18,8 @@ from deepinfer_cli.text import sentences, sized
 
 PAGE, KEEP = 128, 140  # as in `commands/check_cache.py`
 GROWTH = (1, 2, 11, 24, 64, 127, 128, 139, 140, 141, 300, 1000, 3000)  # tokens by which a conversation grows, about
-LENGTH_PAGES = (1, 2, 3, 20, 100)  # page counts around which every length of a prompt that matters is tried
+LENGTH_PAGES = (1, 2, 3, 20)  # page counts around which every length of a prompt that matters is tried
+LONG_PAGES, LONG_LOOPS = 100, 100  # also tried from that many loops on: on a CPU it takes minutes
 LENGTH_OFFSETS = (-1, 0, 1, 139, 140, 141)  # a whole page, one more token, and the tokens that are always computed
 LOOPS = 20  # of the determinism part, unless the command says otherwise
 STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
@@ -129,8 +130,8 @@ class Programme:
     def _lengths(self) -> None:
         """Prompts of every length around a page's end and around the tokens that are always computed: first, and again."""
         missed = 0
-        for pages in LENGTH_PAGES:
-            for offset in LENGTH_OFFSETS if pages < 50 else (0, 140):
+        for pages in (*LENGTH_PAGES, *([LONG_PAGES] if self._loops >= LONG_LOOPS else [])):
+            for offset in LENGTH_OFFSETS:
                 messages = self._of_length(PAGE * pages + offset)
                 if messages is None:
                     missed += 1

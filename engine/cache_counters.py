@@ -31,6 +31,7 @@ class CacheCounters:
     store_bytes: int = 0
     store_seconds: float = 0.0
     checksum_errors: int = 0
+    copy_errors: int = 0
     holds: int = 0
     hold_seconds: float = 0.0
     misses: Counter[str] = field(default_factory=Counter)
@@ -97,6 +98,7 @@ class CacheCounters:
             "store_bytes_total": self.store_bytes,
             "store_seconds_total": self.store_seconds,
             "checksum_errors_total": self.checksum_errors,
+            "copy_errors_total": self.copy_errors,
             "holds_total": self.holds,
             "hold_seconds_total": self.hold_seconds,
             "miss_total": {reason.value: self.misses[reason.value] for reason in Miss},

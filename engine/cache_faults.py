@@ -11,24 +11,25 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from hicache.audit import EXPONENT_BYTE, flip_bytes
+from hicache.errors import MachineError
 from hicache.host_cache import HostCache
 from hicache.host_pool import HostArena
 from hicache.index import NONE, StateReason
 from hicache.transfer import Transfer
 
-COPY_FAULTS = ("drop", "short", "delay")
+COPY_FAULTS = ("drop", "short", "delay", "refuse")
 _ORDINARY = (0x30, 0x3E)  # high bytes, without the sign, of magnitudes from about 5e-10 to 0.5
 
 
 class FaultyTransfer:
-    """A transfer whose next copies can be lost (`drop`), cut to half a row (`short`) or made late (`delay`)."""
+    """A transfer whose next copies can be lost (`drop`), cut to half a row (`short`), made late (`delay`) or fail (`refuse`)."""
 
     def __init__(self, inner: Transfer) -> None:
         self._inner, self.name = inner, inner.name
         self._kind, self._left, self._seconds = "", 0, 0.0
 
     def arm(self, kind: str, count: int, seconds: float) -> None:
-        """Spoil the next `count` copies: stores for drop and short, restores for delay."""
+        """Spoil the next `count` copies: stores for drop and short, restores for delay, both for refuse."""
         self._kind, self._left, self._seconds = kind, count, seconds
 
     def _spoils(self, *kinds: str) -> bool:
@@ -38,11 +39,17 @@ class FaultyTransfer:
         return True
 
     def copy_in(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> None:
+        self._may_refuse()
         if self._spoils("delay"):
             time.sleep(self._seconds)
         self._inner.copy_in(frames, device, rows)
 
+    def _may_refuse(self) -> None:
+        if self._spoils("refuse"):
+            raise MachineError("a copy was refused on purpose", hint="fault injection")
+
     def copy_out(self, device: Tensor, rows: Sequence[int], frames: Sequence[int]) -> None:
+        self._may_refuse()
         if self._spoils("drop", "short"):
             if self._kind == "drop":
                 return

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+
 from engine.cache_counters import CacheCounters
 from engine.page_mover import PageMover
 from engine.prefix_plan import Match
 from engine.request import FinishReason, Sequence
 from hicache.config import HiCacheConfig
+from hicache.errors import MachineError
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
 from hicache.policy import align_down, prefill_states
 from hicache.reservation import PageReservation, StateReservation
 
+log = logging.getLogger(__name__)
+_MOST_FAILURES = 3
 MIN_ABORT_TOKENS = 4096  # computed tokens that make the state of an aborted prefill worth keeping
+
+
+class CopyFailures:
+    """Copies that the driver or the memory refused. After three in a row the cache is not used any more: the model goes on without."""
+
+    def __init__(self, counters: CacheCounters) -> None:
+        self._counters, self._in_a_row, self.off = counters, 0, False
+
+    def worked(self) -> None:
+        self._in_a_row = 0
+
+    def failed(self, error: MachineError) -> None:
+        self._counters.copy_errors += 1
+        self._in_a_row += 1
+        log.warning("a copy of the host cache failed: %s (%s)", error, error.hint)
+        if self._in_a_row == _MOST_FAILURES and not self.off:
+            self.off = True
+            log.error("the host cache is switched off after %d failed copies in a row", _MOST_FAILURES)
 
 
 class PrefixWriter:

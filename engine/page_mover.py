@@ -120,11 +120,13 @@ class PageMover:
         on_cpu = self._kv.blocks.device.type == "cpu"
         if peer.transfer is None:
             peer.transfer = CpuTransfer(peer.arena) if on_cpu else BounceTransfer(peer.arena)
-        # Both engines have read the peer's frames when they return, so the lease can end then.
-        peer.transfer.copy_in(match.pages, self._kv.blocks, blocks)
-        peer.transfer.copy_in(match.state, self._staging, rows)
-        intact = peer.unchanged(match) and (not on_cpu or self._as_described(match, blocks))
-        peer.release(match)
+        try:
+            # Both engines have read the peer's frames when they return, so the lease can end then.
+            peer.transfer.copy_in(match.pages, self._kv.blocks, blocks)
+            peer.transfer.copy_in(match.state, self._staging, rows)
+            intact = peer.unchanged(match) and (not on_cpu or self._as_described(match, blocks))
+        finally:
+            peer.release(match)
         if intact:
             self._kv.load_window(slot, match.tokens, self._window)
         return intact

@@ -16,12 +16,13 @@ from engine.cache_counters import CacheCounters, arena_leaves
 from engine.cache_faults import COPY_FAULTS, flip
 from engine.cache_herd import Herd
 from engine.cache_sources import CacheSources
-from engine.cache_store import PrefixWriter
+from engine.cache_store import CopyFailures, PrefixWriter
 from engine.errors import ConfigError
 from engine.page_mover import BAD_STATE, INTACT, PageMover
 from engine.prefix_plan import Match, Plan, PlanKind
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
+from hicache.errors import MachineError
 from hicache.explain import Explainer
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
@@ -83,6 +84,7 @@ class PrefixCache:
         )
         self.sources = CacheSources(config, self._keys, self.cache, self.mover, home, clock)
         self.counters = CacheCounters()
+        self._failures = CopyFailures(self.counters)
         self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, keep_tokens)
         self._herd = Herd(config, self._page_tokens, keep_tokens, clock)
         self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
@@ -106,6 +108,8 @@ class PrefixCache:
         self._planned[seq.seq_id] = match
         if not self._budget.allows(self._postponed.get(seq.seq_id, 0)):
             return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # without looking up again what it would restore
+        if self._failures.off:
+            return Plan(PlanKind.MISS, 0, Miss.COPY_ERROR, match)
         index, request = self.cache.index, seq.request
         if request.cache_read or request.cache_write:
             match.keys = self._keys_of(seq)
@@ -191,8 +195,7 @@ class PrefixCache:
         began = time.perf_counter()
         tokens, reason = plan.restore_tokens, plan.reason
         if tokens:
-            tokens = self._copy_in(seq, match, tokens)
-            reason = reason if tokens else Miss.AUDIT
+            tokens, reason = self._try_copy_in(seq, match, tokens, reason)
             self.counters.restored(self._restore_bytes(tokens), time.perf_counter() - began)
             self._budget.spend(self._restore_bytes(tokens))
         if tokens and match.state != NONE:
@@ -216,6 +219,16 @@ class PrefixCache:
         held_s = self._herd.admitted(seq.seq_id)
         if held_s is not None:
             self.counters.held(held_s)
+
+    def _try_copy_in(self, seq: Sequence, match: Match, tokens: int, reason: str) -> tuple[int, str]:
+        """(tokens restored, reason). 0 when a copy failed or brought wrong bytes: then all is computed anew."""
+        try:
+            tokens = self._copy_in(seq, match, tokens)
+        except MachineError as error:
+            self._failures.failed(error)
+            return 0, Miss.COPY_ERROR
+        self._failures.worked()
+        return (tokens, reason) if tokens else (0, Miss.AUDIT)
 
     def _copy_in(self, seq: Sequence, match: Match, tokens: int) -> int:
         """Copy pages and state. Returns `tokens`, or 0 when the bytes are not those that were stored: then all is computed anew."""
@@ -278,18 +291,25 @@ class PrefixCache:
         if match is None:
             return
         done = end >= seq.prefill_len
-        if match.epoch == self._keys.epoch and not self.cache.index.has_dropped(match.path):
+        if match.epoch == self._keys.epoch and not self.cache.index.has_dropped(match.path) and not self._failures.off:
             began = time.perf_counter()
-            self._writer.store_pages(seq, match, start, end)
-            if end in match.wanted:
-                self._writer.store_state(seq, match, end, match.wanted[end])
-            if done:
-                self._writer.store_end_states(seq, match)
-                self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
+            try:
+                self._store(seq, match, start, end, done)
+                self._failures.worked()
+            except MachineError as error:  # what was reserved is free again; what was stored before stays
+                self._failures.failed(error)
             self.counters.store_seconds += time.perf_counter() - began
         self._herd.progress(seq.seq_id, end)
         if done:
             self._close(seq.seq_id)
+
+    def _store(self, seq: Sequence, match: Match, start: int, end: int, done: bool) -> None:
+        self._writer.store_pages(seq, match, start, end)
+        if end in match.wanted:
+            self._writer.store_state(seq, match, end, match.wanted[end])
+        if done:
+            self._writer.store_end_states(seq, match)
+            self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
 
     # -- end ---------------------------------------------------------------------------------------------------------------
 
@@ -297,8 +317,11 @@ class PrefixCache:
         """Let go of everything a sequence holds, before its blocks are freed. Idempotent; on every exit path."""
         match = self._active.get(seq.seq_id)
         if match is not None:
-            if match.epoch == self._keys.epoch:
-                self._writer.snapshot(seq, match)
+            if match.epoch == self._keys.epoch and not self._failures.off:
+                try:
+                    self._writer.snapshot(seq, match)
+                except MachineError as error:
+                    self._failures.failed(error)
             self._close(seq.seq_id)
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
@@ -346,6 +369,7 @@ class PrefixCache:
             **arena_leaves(self.cache, self.mover),
             "pinned_sequences": len(self._planned) + len(self._active),
             "held_requests": self._herd.num_held,
+            "switched_off": int(self._failures.off),
             "recovered": {"pages": recovery.pages, "states": recovery.states, "dropped": recovery.dropped},
             "disk_errors_total": disk.pop("errors_total", {}),
             "disk": disk,
@@ -357,7 +381,7 @@ class PrefixCache:
         """Break something on purpose, to show that the proof notices. For servers started with fault injection.
 
         flip: see `engine.cache_faults.flip`. drop, short: spoil the next `count` store copies. delay: make the next `count` restore
-        copies `seconds` late.
+        copies `seconds` late. refuse: the next `count` copies in any direction fail.
 
         Raises:
             ConfigError: unknown kind, nothing is stored yet, or an argument is out of range.

@@ -17,6 +17,7 @@ class Miss(StrEnum):
     NO_STATE = "no_state"  # pages are stored, but no state among them
     KEEP_CAP = "keep_cap"  # the only states lie inside the tokens that must be recomputed
     AUDIT = "audit"  # stored bytes failed their checksum
+    COPY_ERROR = "copy_error"  # the copy failed, or the cache was switched off after several that did
 
 
 class Victim(StrEnum):

@@ -94,6 +94,7 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "hicache_store_bytes": _leaf("prefix_cache", "store_bytes_total"),
     "hicache_store_seconds": _leaf("prefix_cache", "store_seconds_total"),
     "hicache_checksum_errors": _leaf("prefix_cache", "checksum_errors_total"),
+    "hicache_copy_errors": _leaf("prefix_cache", "copy_errors_total"),
     "hicache_disk_read_bytes": _leaf("prefix_cache", "disk", "read_bytes_total"),
     "hicache_disk_written_bytes": _leaf("prefix_cache", "disk", "written_bytes_total"),
     "hicache_holds": _leaf("prefix_cache", "holds_total"),

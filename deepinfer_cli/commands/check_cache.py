@@ -96,7 +96,10 @@ def _check_cache(
         typer.Option("--programme", help="Growth, lengths, edits, forks, resets, aborts, eviction and faults: minutes. Empties the cache."),
     ] = False,
     loops: Annotated[
-        int, typer.Option("--loops", metavar="N", min=1, help="Rounds of the programme's reset, cold, warm on one prompt.")
+        int,
+        typer.Option(
+            "--loops", metavar="N", min=1, help="Rounds of reset, cold, warm on one prompt; from 100 on also prompts of 100 pages."
+        ),
     ] = 20,
 ) -> int:
     """Prove on a live server that the prefix cache changes no token, and show how much time it saves.

@@ -307,3 +307,30 @@ def test_host_cache_without_decoder_truncation_is_refused_and_auto_turns_it_off(
     built = build_prefix_cache(HiCacheConfig(size_gb=0.001), kv, FakeLimits(KEEP))  # type: ignore[arg-type]
     assert built is not None
     assert built.mover.arena.num_bytes == int(0.001 * 2**30) // FRAME * FRAME
+
+
+def test_refused_copy_is_computed_anew_and_loses_nothing() -> None:
+    cache = make_cache()
+    run(cache, SHARED)
+    cache.inject_fault("refuse")
+    assert run(cache, SHARED).cached_tokens == 0
+    assert cache.stats()["miss_total"]["copy_error"] == cache.stats()["copy_errors_total"] == 1
+    assert run(cache, SHARED).cached_tokens == 52
+    cache.inject_fault("refuse")
+    other = list(range(500, 560))
+    run(cache, other)  # its first chunk is not stored, the next one brings those pages too
+    assert_idle(cache)
+    assert run(cache, other).cached_tokens == 52
+    assert cache.stats()["switched_off"] == 0
+
+
+def test_three_refused_copies_in_a_row_switch_the_cache_off_and_the_model_goes_on() -> None:
+    cache = make_cache()
+    run(cache, SHARED)
+    cache.inject_fault("refuse", count=3)
+    run(cache, list(range(500, 540)))
+    assert cache.stats()["switched_off"] == 1
+    assert run(cache, SHARED).cached_tokens == 0
+    assert cache.stats()["copy_errors_total"] == 3
+    assert_idle(cache)
+    cache.close()
