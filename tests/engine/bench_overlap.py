@@ -15,7 +15,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=12, help="requests of a round, more at many streams")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     start()
@@ -29,7 +29,7 @@ def main() -> None:
         for count in counts:
             for what, params in (("greedy", {"temperature": 0.0}), ("seeded", {"temperature": 1.0, "top_p": 0.95, "seed": 7})):
                 if what == "greedy" or count == 8:
-                    comparison = compare(engines, model, count, args.rounds, args.tokens, **params)
+                    comparison = compare(engines, model, count, args.rounds, args.requests, **params)
                     show(f"{count} streams, {what}, speculation {'on' if spec else 'off'}", comparison, "off")
         for engine in engines.values():
             engine.close()

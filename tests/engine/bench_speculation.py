@@ -6,6 +6,7 @@ All use the same compiled step. Prints tokens per second and paired ratios with 
 """
 
 import argparse
+import time
 
 from tests.engine.paired import compare, make_engine, model_dir, show, start
 
@@ -17,16 +18,18 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--streams", default="1,2,4,8,16,32,64")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--requests", type=int, default=12, help="requests of a round, more at many streams")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: this thread's time, for a machine with neighbours")
     args = parser.parse_args()
     start()
     model = model_dir(args.model)
     counts = [int(part) for part in args.streams.split(",")]
+    clock = time.thread_time if args.clock == "cpu" else time.perf_counter
     engines = {name: make_engine(model, max(counts), device=args.device, **changes) for name, changes in CONTENDERS.items()}
     for count in counts:
-        comparison = compare(engines, model, count, args.rounds, args.tokens, temperature=args.temperature)
+        comparison = compare(engines, model, count, args.rounds, args.requests, clock, temperature=args.temperature)
         show(f"{count} streams", comparison, "off")
         middle, low, high = comparison.ratio("varlen", "fixed")
         print(f"    varlen / fixed: {middle:.3f} [{low:.3f}, {high:.3f}]", flush=True)

@@ -159,6 +159,7 @@ def test_coupled_output_equals_plain_output_under_random_batching_and_preemption
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_coupled_output_equals_plain_output_on_a_thousand_requests():
     rng = random.Random(5)
     requests = random_requests(rng, 1000)

@@ -13,6 +13,7 @@ from engine.request import Request, SamplingParams
 from engine.spec_decode import NO_PROPOSALS
 from engine.spec_lengths import FixedLength
 from hicache.config import HiCacheConfig
+from tests.engine.paired import model_dir, prompts_of
 from tests.engine.test_engine_model import GOLDEN, generate, make_engine
 
 PROMPTS = [prompt["token_ids"] for prompt in json.loads((GOLDEN / "prompts.json").read_text())]
@@ -122,6 +123,12 @@ def tiny(tmp_path_factory) -> str:
     return str(ensure_tiny(tmp_path_factory.mktemp("tiny")))
 
 
+def held_out_prompts(count: int) -> list[list[int]]:
+    """Rendered prompts of the embedded model's own evaluation, sets mixed, as many as wanted."""
+    prompts = prompts_of(model_dir(None))
+    return [prompts[i % len(prompts)] for i in range(count)]
+
+
 def tiny_prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(20, 4000) for _ in range(rng.randint(3, 60))] for _ in range(count)]
@@ -140,6 +147,7 @@ def test_greedy_with_speculation_equals_greedy_without_on_the_embedded_model(tin
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_greedy_equality_on_a_thousand_prompts(tiny):
     prompts = tiny_prompts(1000, seed=1)
     plain = generate(tiny_engine(tiny, spec=False), prompts, 16)
@@ -154,6 +162,56 @@ def test_sampling_with_a_seed_does_not_depend_on_drafts(vectors):
     engine = with_oracle(make_engine(num_draft_tokens=4), texts, 0.2)
     assert generate(engine, PROMPTS, 24, **params) == plain
     assert engine.stats()["spec"]["accepted_tokens_total"] > 20
+
+
+def acceptance(model: str, prompts: list[list[int]], seeded: bool) -> float:
+    """Share of verified drafts that are kept, all drafts verified, in text sampled from the model's own distribution."""
+    sizes = {"block_size": 128, "max_num_seqs": 8, "max_model_len": 1200, "num_blocks": 80, "max_num_batched_tokens": 512}
+    engine = make_engine(model=model, enable_mtp_varlen=False, **sizes)
+    engine.runner.native.wait()
+    for i, ids in enumerate(prompts):
+        engine.add_request(Request(f"{i}", ids, SamplingParams(temperature=1.0, max_tokens=40, seed=i if seeded else None)))
+    engine.step()
+    while not engine.idle:
+        engine.step()
+    spec = engine.stats()["spec"]
+    return spec["accepted_tokens_total"] / spec["draft_tokens_total"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_coupled_sampling_keeps_most_of_what_rejection_keeps(tiny):
+    """A race keeps at least (1 - TV) / (1 + TV) of the drafts where rejection keeps 1 - TV, and on real text much more."""
+    prompts = held_out_prompts(120)
+    coupled, free = acceptance(tiny, prompts, seeded=True), acceptance(tiny, prompts, seeded=False)
+    print(f"coupled {coupled:.3f}, rejection {free:.3f}, ratio {coupled / free:.3f}")
+    assert coupled >= 0.8 * free > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_coupled_equality_on_a_thousand_sampled_requests_of_the_embedded_model(tiny):
+    """Random arrivals, a pool too small for all of them, chosen lengths, overlapped steps: the tokens of an undisturbed plain run."""
+    prompts = [ids[-120:] for ids in held_out_prompts(1000)]
+    rng = random.Random(3)
+    kinds = [{"temperature": rng.choice([0.0, 0.7, 1.0]), "top_p": rng.choice([1.0, 0.9]), "seed": i} for i in range(1000)]
+    sizes = {"block_size": 128, "max_num_seqs": 8, "max_model_len": 512, "num_blocks": 40, "max_num_batched_tokens": 512}
+    outputs = []
+    for changes in ({"spec": False}, {"num_blocks": 14, "prefill_any_interval": 1, "zero_overhead_scheduling": True}):
+        engine = make_engine(**{"model": tiny, **sizes, **changes})
+        engine.runner.native.wait()
+        waiting = [Request(f"{i}", ids, SamplingParams(max_tokens=40, ignore_eos=True, **kinds[i])) for i, ids in enumerate(prompts)]
+        texts: dict[str, list[int]] = {request.request_id: [] for request in waiting}
+        while waiting or not engine.idle:
+            while waiting and len(engine.scheduler.waiting) < 4 and (changes.get("spec") is False or rng.random() < 0.6):
+                engine.add_request(waiting.pop(0))
+            for output in engine.step():
+                texts[output.request_id] += output.token_ids
+        outputs.append(texts)
+        preemptions = engine.stats()["preemptions_total"]
+        engine.close()
+    assert outputs[0] == outputs[1]
+    assert preemptions > 20
 
 
 def test_requests_of_every_kind_run_in_one_batch(tiny):

@@ -304,13 +304,14 @@ def test_drafts_do_not_change_constrained_output() -> None:
         GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": ["x", 10, true]}, "minItems": 6, "maxItems": 9}', (300,), (EOS,)
     )
     texts = []
-    for drafts in (0, 1, 4):
-        engine = make_engine(drafts=drafts, draft_noise=0.1)
+    for drafts, overlap in ((0, False), (1, False), (4, False), (0, True), (4, True)):
+        engine = make_engine(drafts=drafts, draft_noise=0.1, zero_overhead_scheduling=overlap)
         names = [ask(engine, grammar, temperature=t, logit_bias={300: 5.0}, seed=7) for t in (0.0, 1.0)]
         outputs = run(engine)
         texts.append([ids(outputs[name]) for name in names])
         assert not drafts or sum(o.accepted for name in names for o in outputs[name]) > 0
-    assert texts[0] == texts[1] == texts[2]
+        engine.close()
+    assert all(one == texts[0] for one in texts)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
