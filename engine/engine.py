@@ -23,7 +23,7 @@ from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
-from engine.spec_costs import MEASURE_S, measure
+from engine.spec_costs import MEASURE_S, measure, step_timer
 from engine.spec_lengths import ThroughputLength
 from engine.step import SchedulerLimits, Step
 from engine.step_runner import StepRunner
@@ -256,9 +256,13 @@ class Engine:
             count, budget_s = -self.group.max([-count])[0], math.inf
         if count == 0:
             return
+        timer = step_timer(_path_of(self.runner))
+        self._step_runner.time_with(timer)
         slots, blocks = pools.slots.allocate(count), pools.blocks.allocate(count * per_seq)
         places = [(slot, blocks[i * per_seq : (i + 1) * per_seq]) for i, slot in enumerate(slots)]
-        drafter.policy = ThroughputLength(measure(self.runner, drafter.max_drafts, places, budget_s=budget_s), drafter.max_drafts)
+        drafter.policy = ThroughputLength(
+            measure(self.runner, drafter.max_drafts, places, budget_s=budget_s, timer=timer), drafter.max_drafts
+        )
         self._measured_path = _path_of(self.runner)
         pools.blocks.free_all(blocks)
         pools.slots.free_all(slots)

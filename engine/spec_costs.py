@@ -116,23 +116,24 @@ def measure(
     places: list[tuple[int, list[int]]],
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = MEASURE_S,
+    timer: Callable[[], float] | None = None,
 ) -> CostModel:
-    """Time verify steps and drafts of growing size, with random tokens.
+    """Time verify steps and drafts of growing size, with random tokens. clock: bounds the whole. timer: of single runs, the clock if None.
 
     places: a state slot and blocks for `max_drafts` + 1 tokens, for as many sequences as a step may have. They are overwritten.
     Larger sizes come last, so that a slow machine measures the small ones and extrapolates.
     """
     vocab_size = runner.limits.vocab_size
     rng = random.Random(0)
-    deadline = clock() + budget_s
+    deadline, timer = clock() + budget_s, timer or clock
     steps, drafts = [], []
     for size in _sizes(len(places) * (max_drafts + 1)):
         batch = _batch(size, max_drafts + 1, places, vocab_size, rng)
-        steps.append((size, _timed(partial(runner.run, batch), clock)))
+        steps.append((size, _timed(partial(runner.run, batch), timer)))
         if size <= len(places):
             runner.run(_batch(size, 1, places, vocab_size, rng))  # drafts read what a step has left in the slots
             slices = [DraftSlice(rng.randrange(vocab_size), 0, slot) for slot, _ in places[:size]]
-            drafts.append((size, _timed(partial(runner.draft, slices), clock)))
+            drafts.append((size, _timed(partial(runner.draft, slices), timer)))
         if clock() > deadline and len(steps) > 1:
             break
     return CostModel(Curve.of(steps), Curve.of(drafts))
@@ -168,13 +169,20 @@ def _timed(action: Callable[[], Any], clock: Callable[[], float]) -> float:
     return statistics.mean(sorted(times[1:])[1:-1])
 
 
+def step_timer(path: str) -> Callable[[], float]:
+    """How steps of a path are timed. A compiled step runs in the thread that calls it, so that thread's own time leaves out whatever
+    else the machine does: beside a busy neighbour wall times are off by several times, and lengths chosen by them are arbitrary."""
+    return time.thread_time if path == "compiled" else time.perf_counter
+
+
 class StepWatch:
-    """Times the two parts of a step without waiting for the device: events on a GPU, the clock on a CPU.
+    """Times the two parts of a step without waiting for the device: events on a GPU, a timer on a CPU.
 
     The parts need not follow each other at once: the sampling of a step may wait for the host.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, timer: Callable[[], float] = time.perf_counter) -> None:
+        self._timer = timer
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if device == "cuda" else []
         self._times = [0.0] * 3
 
@@ -192,7 +200,7 @@ class StepWatch:
     def stop(self) -> tuple[float, float]:
         """Seconds of the forward and of the sampling. Call it when the sampled tokens are on the host: the events are over then."""
         if not self._events:
-            return self._times[1] - self._times[0], time.perf_counter() - self._times[2]
+            return self._times[1] - self._times[0], self._timer() - self._times[2]
         self._events[3].record()
         self._events[3].synchronize()
         return self._events[0].elapsed_time(self._events[1]) / 1e3, self._events[2].elapsed_time(self._events[3]) / 1e3
@@ -201,4 +209,4 @@ class StepWatch:
         if self._events:
             self._events[place].record()
         else:
-            self._times[place] = time.perf_counter()
+            self._times[place] = self._timer()

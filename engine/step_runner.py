@@ -44,6 +44,10 @@ class StepRunner:
         self._history_len = history_len
         self._watch = StepWatch(runner.limits.device)
 
+    def time_with(self, timer: Callable[[], float]) -> None:
+        """Time steps on a CPU with another timer; none is computed now."""
+        self._watch = StepWatch(self.runner.limits.device, timer)
+
     def forward(self, step: Step, late: Late | None = None) -> Computed:
         """Drafts of a decode step, if it pays, then the forward pass."""
         tokens: LateTokens | None = None

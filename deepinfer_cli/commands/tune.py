@@ -1,4 +1,4 @@
-"""`dix tune`: find the best value of a setting on a running server."""
+"""`dix tune`: find the best value of a setting. Here: prefill intervals, on a running server."""
 
 from __future__ import annotations
 
@@ -192,4 +192,7 @@ def show(
 
 prefill_interval = command(_prefill_interval)
 SUMMARY = "Measure and simulate prefill intervals, and pick one."
-TABLE = {"prefill-interval": Lazy("deepinfer_cli.commands.tune:prefill_interval", SUMMARY)}
+TABLE = {
+    "prefill-interval": Lazy("deepinfer_cli.commands.tune:prefill_interval", SUMMARY),
+    "draft-confidence": Lazy("deepinfer_cli.commands.tune_drafts:draft_confidence", "Fit temperatures to the drafter's confidences."),
+}

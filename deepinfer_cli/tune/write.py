@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 
-def with_value(text: str, section: str, key: str, value: int, comment: str) -> str:
+def with_value(text: str, section: str, key: str, value: int | str, comment: str) -> str:
     """The file's text with `key = value` in `[section]`: replaced where it stands, else below the section's head, else in a new section."""
     line = f"{key} = {value}  # {comment}"
     lines = text.splitlines()
@@ -20,7 +20,7 @@ def with_value(text: str, section: str, key: str, value: int, comment: str) -> s
     return "\n".join([*lines[: head + 1], line, *lines[head + 1 :]]) + "\n"
 
 
-def write_value(path: Path, section: str, key: str, value: int, comment: str) -> None:
+def write_value(path: Path, section: str, key: str, value: int | str, comment: str) -> None:
     """Replaces the file at once. Raises: OSError."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     temporary = path.with_name(f".{path.name}.tmp")
