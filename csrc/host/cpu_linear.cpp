@@ -52,6 +52,15 @@ struct Fp32 {
 };
 
 constexpr float kE2m1[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
+// Code of half an integer by twice its size, -1 for those that are no E2M1 value.
+constexpr int8_t kE2m1Codes[13] = {0, 1, 2, 3, 4, -1, 5, -1, 6, -1, -1, -1, 7};
+
+// Code of a size that is `inverse` times an E2M1 value, -1 when it is none. inverse: a power of two; the product is below 8.
+int e2m1_code(float size, float inverse) {
+    const float twice = 2.0f * size * inverse;
+    const int whole = int(twice);
+    return whole <= 12 && float(whole) == twice ? kE2m1Codes[whole] : -1;
+}
 
 // The power of two below which `count` values at a stride are E2M1 codes, as a biased exponent; 0 when there is none.
 int e2m1_scale(const float* from, int count, int stride) {
@@ -59,13 +68,12 @@ int e2m1_scale(const float* from, int count, int stride) {
     for (int i = 0; i < count; ++i) most = std::max(most, std::fabs(from[i * stride]));
     uint32_t bits;
     std::memcpy(&bits, &most, 4);
-    // The largest code is 4 or 6.
+    // The largest code is 4 or 6. Infinities and the last few exponents are left to wider formats.
     const int exponent = most == 0.0f ? 127 : int(bits >> 23) - 2;
-    if (exponent < 1) return 0;
-    const float scale = std::ldexp(1.0f, exponent - 127);
+    if (exponent < 1 || exponent > 250) return 0;
+    const float inverse = std::ldexp(1.0f, 127 - exponent);
     for (int i = 0; i < count; ++i) {
-        const float* found = std::find(kE2m1, kE2m1 + 8, std::fabs(from[i * stride]) / scale);
-        if (found == kE2m1 + 8) return 0;
+        if (e2m1_code(std::fabs(from[i * stride]), inverse) < 0) return 0;
     }
     return exponent;
 }
@@ -84,11 +92,11 @@ struct Fp4 {
     static void pack(const float* from, char* to) {
         for (int output = 0; output < kTile; ++output) {
             const int exponent = e2m1_scale(from + output, 2 * kPairs, kTile);
-            const float scale = std::ldexp(1.0f, exponent - 127);
+            const float inverse = std::ldexp(1.0f, 127 - exponent);
             uint32_t lane = 0;
             for (int k = 0; k < 2 * kPairs; ++k) {
                 const float value = from[k * kTile + output];
-                const uint32_t code = uint32_t(std::find(kE2m1, kE2m1 + 8, std::fabs(value) / scale) - kE2m1);
+                const uint32_t code = uint32_t(e2m1_code(std::fabs(value), inverse));
                 lane |= (code | (std::signbit(value) ? 8u : 0u)) << (4 * k);
             }
             to[output] = char(exponent);
