@@ -38,6 +38,7 @@ from engine.ops.registry import select
 from engine.ops.rope import plain_frequencies, yarn_frequencies
 from engine.parallel.expert_exchange import ExpertExchange
 from engine.parallel.expert_setup import make_exchange
+from engine.process_env import prefill_threads
 from engine.recorded_steps import RecordedDecode, RecordedDraft
 from engine.runner_choices import keeps_packed_weights, why_not_recorded
 
@@ -132,7 +133,9 @@ class ModelRunner:
             experts = None
             if self._exchange is not None:
                 experts = NativeExperts(library, weights, self._exchange, model.text.num_experts_per_tok)
-            return NativeModel(library, weights, model.text, self.kv.block_size, experts)
+            native = NativeModel(library, weights, model.text, self.kv.block_size, experts)
+            native.set_threads(prefill_threads(config.num_threads, config.dp))
+            return native
 
         reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
         self.native = NativeStart(config.build_dir, bind, reason)

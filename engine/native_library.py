@@ -11,10 +11,11 @@ from csrc.loader import BuildError, Library, build, content_hash
 from engine.models import native_layout
 
 SOURCES = tuple(
-    f"host/cpu_{part}.cpp" for part in ("linear", "vectors", "streams", "attention", "experts", "engram", "rows", "backbone", "draft")
+    f"host/cpu_{part}.cpp"
+    for part in ("linear", "vectors", "streams", "attention", "experts", "engram", "rows", "team", "backbone", "draft")
 )
 # Sums keep the order that the sources give them on every machine; only explicit fused operations are fused.
-_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-maybe-uninitialized")
+_FLAGS = ("-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-maybe-uninitialized")
 _LEVELS = (
     ("x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     ("x86-64-v3", {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}),

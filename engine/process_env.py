@@ -27,6 +27,11 @@ def resolve_threads(num_threads: int | str, ranks: int) -> int:
     return max(1, (available_cores() - 1) // ranks) if isinstance(num_threads, str) else num_threads
 
 
+def prefill_threads(num_threads: int | str, ranks: int) -> int:
+    """Most threads of a long prefill step on a CPU. With "auto" every core may help, which a step does only while cores are idle."""
+    return max(1, available_cores() // ranks) if isinstance(num_threads, str) else num_threads
+
+
 def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback: bool = True) -> dict[str, str]:
     """Set thread counts and, for ranks of one host, the loop-back interface of gloo. Variables that the user has set win.
 

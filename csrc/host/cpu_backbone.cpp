@@ -20,8 +20,9 @@ class Backbone : Rows {
     void select(const Layer& layer);
     bool must_choose(const Indexer& indexer, int row, int ratio) const;
     void score_slice(const Indexer& indexer, const Slice& s, int ratio);
-    void take_all(const Indexer& indexer, int row, int ratio);
-    void choose(const Indexer& indexer, int row, float* scores, int ratio);
+    void score_pair(const Indexer& indexer, const float* const* keys, int first, int rows, int count, int ratio, MemberScratch& own);
+    void take_all(const Indexer& indexer, int row, int ratio, MemberScratch& own);
+    void choose(const Indexer& indexer, int row, float* scores, int ratio, MemberScratch& own);
     void locate(const Indexer& indexer, int row, int ratio, const int32_t* entries, int count);
     bool drop_rows();
     void attend_window(const Layer& layer);
@@ -41,6 +42,8 @@ class Backbone : Rows {
 
 void Backbone::run(bool compact, float* logits) {
     place();
+    w_.team.begin(count_);
+    w_.members.resize(w_.team.members());
     std::vector<int32_t> ids;
     for (const Slice& s : w_.slices) ids.insert(ids.end(), s.ids + m_.ngrams - 1, s.ids + m_.ngrams - 1 + s.rows);
     embed(ids.data());
@@ -55,7 +58,8 @@ void Backbone::run(bool compact, float* logits) {
             decoder_ = true;
             if (compact) {
                 // All rows of the chunk are compressed, then the rows that decoder layers do not see are dropped.
-                read_input(layer, w_.pre.get(0));
+                w_.x.get(size_t(count_) * m_.hidden);
+                split([&](int from, int to, MemberScratch&) { read_input(layer, from, to); });
                 compress(layer);
                 compressed = true;
                 if (!drop_rows()) return;
@@ -78,15 +82,18 @@ void Backbone::look_up(const Engram& engram) {
     const int width = m_.engram_columns * m_.engram_dim, back = m_.ngrams - 1;
     float* values = w_.engram.get(size_t(count_) * width);
     float* kv = w_.engram_kv.get(size_t(count_) * engram.wkv.rows);
-    std::vector<int32_t> grams(m_.ngrams);
-    for (int r = 0; r < count_; ++r) {
-        const Slice& s = w_.slices[w_.owner.get(0)[r]];
-        const int32_t* newest = s.ids + back + (r - s.row);
-        for (int n = 0; n < m_.ngrams; ++n) grams[n] = newest[-n] < 0 ? -1 : m_.token_map[newest[-n]];
-        engram_lookup(engram, m_, grams.data(), values + int64_t(r) * width);
-    }
-    linear(engram.wkv, values, width, kv, engram.wkv.rows, count_);
-    for (int r = 0; r < count_; ++r) engram_gate(engram, m_, kv + int64_t(r) * engram.wkv.rows, w_.h.get(0) + int64_t(r) * kStreams * m_.hidden);
+    const int64_t outputs = engram.wkv.rows;
+    split([&](int from, int to, MemberScratch&) {
+        std::vector<int32_t> grams(m_.ngrams);
+        for (int r = from; r < to; ++r) {
+            const Slice& s = w_.slices[w_.owner.get(0)[r]];
+            const int32_t* newest = s.ids + back + (r - s.row);
+            for (int n = 0; n < m_.ngrams; ++n) grams[n] = newest[-n] < 0 ? -1 : m_.token_map[newest[-n]];
+            engram_lookup(engram, m_, grams.data(), values + int64_t(r) * width);
+        }
+        linear(engram.wkv, values + int64_t(from) * width, width, kv + from * outputs, outputs, to - from);
+        for (int r = from; r < to; ++r) engram_gate(engram, m_, kv + r * outputs, w_.h.get(0) + int64_t(r) * kStreams * m_.hidden);
+    });
 }
 
 // The pooled pair whose second token is `row`; the first may belong to an earlier step.
@@ -111,7 +118,9 @@ void Backbone::compress(const Layer& layer) {
     float* index_keys = w_.index_key.get(size_t(count_) * m_.index_dim);
     float* pooled = w_.pooled.get(d);
     float* rot = w_.entry_rot.get(m_.rope_dim);
-    linear(c.wkv, w_.x.get(0), m_.hidden, both, width, count_);
+    split([&](int from, int to, MemberScratch&) {
+        linear(c.wkv, w_.x.get(0) + int64_t(from) * m_.hidden, m_.hidden, both + int64_t(from) * width, width, to - from);
+    });
     int entries = 0;
     for (const Slice& s : w_.slices) {
         for (int r = s.row; r < s.row + s.rows; ++r) {
@@ -180,26 +189,28 @@ void Backbone::select(const Layer& layer) {
     p.keys.get(size_t(count_) * p.stride);
     p.entries.get(size_t(count_) * p.stride);
     p.counts.get(count_);
-    w_.picked.get(most + kLanes);
+    for (MemberScratch& own : w_.members) own.picked.get(most + kLanes);
     const bool search = most > std::min(m_.index_topk, indexer.publishes ? m_.candidate_blocks * m_.candidate_size : m_.index_topk);
     if (!search) {
-        for (int r = 0; r < count_; ++r) take_all(indexer, r, ratio);
+        for (int r = 0; r < count_; ++r) take_all(indexer, r, ratio, w_.members[0]);
         return;
     }
     float* q = w_.index_q.get(size_t(count_) * lanes);
     float* weights = w_.index_w.get(size_t(count_) * m_.index_heads);
-    linear(indexer.wq_b, w_.latent.get(0), m_.q_rank, q, lanes, count_);
-    linear(indexer.weights, w_.x.get(0), m_.hidden, weights, m_.index_heads, count_);
     const float factor = 1.0f / std::sqrt(float(m_.index_dim)) * (1.0f / std::sqrt(float(m_.index_heads)));
-    for (int i = 0; i < count_ * m_.index_heads; ++i) weights[i] *= factor;
-    for (int r = 0; r < count_; ++r) {
-        for (int lane = 0; lane < lanes; lane += kLanes * m_.index_dim) {
-            float* part = q + int64_t(r) * lanes + lane;
-            rotate_lanes(part + (m_.index_dim - m_.rope_dim) * kLanes, w_.scaled.get(0) + int64_t(r) * m_.rope_dim, half);
-            if (m_.quantize_kv) q4_index_lanes(part, m_.index_dim);
+    split([&](int from, int to, MemberScratch&) {
+        float *own = q + int64_t(from) * lanes, *heads = weights + int64_t(from) * m_.index_heads;
+        linear(indexer.wq_b, w_.latent.get(0) + int64_t(from) * m_.q_rank, m_.q_rank, own, lanes, to - from);
+        linear(indexer.weights, w_.x.get(0) + int64_t(from) * m_.hidden, m_.hidden, heads, m_.index_heads, to - from);
+        for (int i = 0; i < (to - from) * m_.index_heads; ++i) heads[i] *= factor;
+        for (int r = from; r < to; ++r) {
+            for (int lane = 0; lane < lanes; lane += kLanes * m_.index_dim) {
+                float* part = q + int64_t(r) * lanes + lane;
+                rotate_lanes(part + (m_.index_dim - m_.rope_dim) * kLanes, w_.scaled.get(0) + int64_t(r) * m_.rope_dim, half);
+                if (m_.quantize_kv) q4_index_lanes(part, m_.index_dim);
+            }
         }
-    }
-    w_.order.get(most + kLanes);
+    });
     for (const Slice& s : w_.slices) score_slice(indexer, s, ratio);
 }
 
@@ -216,45 +227,50 @@ void Backbone::score_slice(const Indexer& indexer, const Slice& s, int ratio) {
         keys[e] = m_.index_rows + (s.blocks[e / per_block] * m_.index_stride + indexer.index_offset + e % per_block) * m_.index_dim;
     }
     if (count > 0) pad_keys(keys, count);
-    float* scores = w_.scores.get(2 * size_t(count + kLanes));
-    for (int r = s.row; r < s.row + s.rows; r += 2) {
-        IndexRow rows[2];
-        int asking = 0;
-        for (int i = r; i < std::min(r + 2, s.row + s.rows); ++i) {
-            if (!must_choose(indexer, i, ratio)) {
-                take_all(indexer, i, ratio);
-                continue;
-            }
-            const float* q = w_.index_q.get(0) + int64_t(i) * indexer.wq_b.rows;
-            rows[asking] = {q, w_.index_w.get(0) + int64_t(i) * m_.index_heads, visible(i, ratio), scores + asking * (count + kLanes)};
-            ++asking;
-        }
-        if (asking == 1) index_scores(rows[0], keys, m_.index_heads, m_.index_dim, w_.attention);
-        if (asking == 2) index_scores(rows, keys, m_.index_heads, m_.index_dim, w_.attention);
-        // Later rows see more, so one that asks alone is the last of the two.
-        const int first = std::min(r + 2, s.row + s.rows) - asking;
-        for (int i = 0; i < asking; ++i) choose(indexer, first + i, rows[i].scores, ratio);
-    }
+    w_.team.split(s.rows, [&](int from, int to, int member) {
+        for (int r = s.row + from; r < s.row + to; r += 2) score_pair(indexer, keys, r, std::min(2, s.row + to - r), count, ratio, w_.members[member]);
+    });
 }
 
-void Backbone::take_all(const Indexer& indexer, int row, int ratio) {
+// One row or two neighbours. count: keys of their sequence.
+void Backbone::score_pair(const Indexer& indexer, const float* const* keys, int first, int rows, int count, int ratio, MemberScratch& own) {
+    float* scores = own.scores.get(2 * size_t(count + kLanes));
+    IndexRow asking[2];
+    int num_asking = 0;
+    for (int r = first; r < first + rows; ++r) {
+        if (!must_choose(indexer, r, ratio)) {
+            take_all(indexer, r, ratio, own);
+            continue;
+        }
+        const float* q = w_.index_q.get(0) + int64_t(r) * indexer.wq_b.rows;
+        asking[num_asking] = {q, w_.index_w.get(0) + int64_t(r) * m_.index_heads, visible(r, ratio), scores + num_asking * (count + kLanes)};
+        ++num_asking;
+    }
+    if (num_asking == 1) index_scores(asking[0], keys, m_.index_heads, m_.index_dim, own.attention);
+    if (num_asking == 2) index_scores(asking, keys, m_.index_heads, m_.index_dim, own.attention);
+    // Later rows see more, so one that asks alone is the last of the two.
+    for (int i = 0; i < num_asking; ++i) choose(indexer, first + rows - num_asking + i, asking[i].scores, ratio, own);
+}
+
+void Backbone::take_all(const Indexer& indexer, int row, int ratio, MemberScratch& own) {
     const int count = visible(row, ratio);
-    int32_t* picked = w_.picked.get(0);
+    int32_t* picked = own.picked.get(0);
     for (int i = 0; i < count; ++i) picked[i] = i;
     locate(indexer, row, ratio, picked, count);
 }
 
-void Backbone::choose(const Indexer& indexer, int row, float* scores, int ratio) {
+void Backbone::choose(const Indexer& indexer, int row, float* scores, int ratio, MemberScratch& own) {
     Picks& p = w_.picks;
     const int count = visible(row, ratio), size = m_.candidate_size;
-    int32_t* picked = w_.picked.get(0);
+    int32_t* picked = own.picked.get(0);
+    uint64_t* order = own.order.get(count);
     uint8_t* allowed = p.allowed.get(0) + int64_t(row) * p.blocks;
     if (indexer.publishes && count > m_.candidate_blocks * size) {
         const int blocks = (count + size - 1) / size;
-        float* best = w_.blocks.get(blocks);
+        float* best = own.blocks.get(blocks);
         for (int b = 0; b < blocks; ++b) best[b] = *std::max_element(scores + b * size, scores + std::min(count, (b + 1) * size));
         best[blocks - 1] = INFINITY;  // the newest block is always kept
-        const int kept = select_top(best, blocks, m_.candidate_blocks, w_.order.get(0), picked);
+        const int kept = select_top(best, blocks, m_.candidate_blocks, order, picked);
         std::fill_n(allowed, p.blocks, 0);
         for (int i = 0; i < kept; ++i) allowed[picked[i]] = 1;
         p.restricted.get(0)[row] = 1;
@@ -263,7 +279,7 @@ void Backbone::choose(const Indexer& indexer, int row, float* scores, int ratio)
             if (!allowed[i / size]) scores[i] = -INFINITY;
         }
     }
-    locate(indexer, row, ratio, picked, select_top(scores, count, m_.index_topk, w_.order.get(0), picked));
+    locate(indexer, row, ratio, picked, select_top(scores, count, m_.index_topk, order, picked));
 }
 
 // From entry numbers to rows of the cache.
@@ -385,6 +401,11 @@ extern "C" int64_t dix_layer_bytes() { return sizeof(dix::Layer); }
 extern "C" void* dix_open() { return new dix::Workspace; }
 
 extern "C" void dix_close(void* work) { delete static_cast<dix::Workspace*>(work); }
+
+// Threads of steps with at least `least_rows` rows; polite: only while the machine has cores to spare.
+extern "C" void dix_set_threads(void* work, int threads, int least_rows, int polite) {
+    static_cast<dix::Workspace*>(work)->team.set(threads, least_rows, polite != 0);
+}
 
 // logits: [wanted rows, V].
 extern "C" void dix_step(const dix::Model* model, void* work, const int32_t* ints, float* logits) {

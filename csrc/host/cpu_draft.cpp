@@ -24,6 +24,7 @@ void draft_block(const Model& m, Workspace& w, const int32_t* ints, int count, f
         ids.push_back(own[0]);
         ids.insert(ids.end(), size - 1, draft.noise_id);
     }
+    w.team.begin(0);
     Rows rows(m, w);
     rows.place();
     rows.embed(ids.data());

@@ -118,6 +118,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_model_bytes": (c_int64, []),
     "dix_layer_bytes": (c_int64, []),
     "dix_open": (c_void_p, []),
+    "dix_set_threads": (None, [c_void_p, c_int32, c_int32, c_int32]),
     "dix_close": (None, [c_void_p]),
     "dix_step": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p]),
     "dix_open_experts": (c_void_p, []),

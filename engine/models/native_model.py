@@ -16,6 +16,8 @@ from engine.models.inputs import Truncation
 from engine.models.native_experts import NativeExperts
 from engine.models.native_weights import NativeWeights
 
+# A step of so many rows computes a billion operations or more, which is worth waking threads for.
+LEAST_SHARED_ROWS = 64
 _ROWS = {LogitRows.NONE: 0, LogitRows.LAST: 1, LogitRows.ALL: 2}
 
 
@@ -30,6 +32,10 @@ class NativeModel:
         self._block_size, self._back = block_size, text.ngram_history
         self._model = ctypes.pointer(weights.model)
         self._work = library.dix_open()
+
+    def set_threads(self, threads: int, least_rows: int = LEAST_SHARED_ROWS, *, polite: bool = True) -> None:
+        """Threads of steps with at least `least_rows` rows; a step's numbers do not depend on them. polite: only while cores are idle."""
+        self._library.dix_set_threads(self._work, threads, least_rows, int(polite))
 
     def __del__(self) -> None:
         self._library.dix_close(self._work)

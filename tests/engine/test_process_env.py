@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from engine.process_env import available_cores, prepare_process, resolve_threads
+from engine.process_env import available_cores, prefill_threads, prepare_process, resolve_threads
 
 
 def test_automatic_threads_share_the_cores_among_ranks():
@@ -11,6 +11,13 @@ def test_automatic_threads_share_the_cores_among_ranks():
     assert resolve_threads("auto", 1) == max(1, cores - 1)
     assert resolve_threads("auto", 10 * cores) == 1
     assert resolve_threads(3, 8) == 3
+
+
+def test_prefill_may_use_every_core_unless_a_number_is_set():
+    cores = available_cores()
+    assert prefill_threads("auto", 1) == cores
+    assert prefill_threads("auto", 10 * cores) == 1
+    assert prefill_threads(1, 1) == 1
 
 
 def test_variables_of_the_user_win(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,6 +226,34 @@ def test_steps_run_eagerly_until_the_build_is_done(monkeypatch):
     assert runner.native.wait(60)
     seq.done = 0
     assert (prefill(seq, [61]) - before).abs().max() <= EXACT
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_do_not_change_a_bit(plain, threads):
+    native = plain[1]
+    chunks = [1, 64, 7, 200]
+    alone = in_chunks(native, PROMPTS[3][:201], 1, chunks)
+    native.native.model.set_threads(threads, 1, polite=False)
+    try:
+        assert torch.equal(in_chunks(native, PROMPTS[3][:201], 2, chunks), alone)
+        seqs = [Seq(native, ids, slot) for slot, ids in enumerate((PROMPTS[1], PROMPTS[3][:201], PROMPTS[2]), start=3)]
+        logits = native.run(Batch(StepKind.PREFILL, [s.slice(len(s.ids)) for s in seqs])).split([len(s.ids) for s in seqs])
+        assert torch.equal(logits[1], alone)
+    finally:
+        native.native.model.set_threads(1)
+
+
+def test_polite_steps_start_no_threads_without_idle_cores(plain):
+    def num_threads():
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    native, before = plain[1], num_threads()
+    native.native.model.set_threads(4096, 1)  # more than any machine has cores
+    try:
+        in_chunks(native, PROMPTS[1], 1, [64])
+    finally:
+        native.native.model.set_threads(1)
+    assert num_threads() == before
 
 
 def test_packed_matrices_start_at_cache_lines_and_share_few_pieces_of_memory():
