@@ -40,7 +40,8 @@ def extrapolated(layers: list[dict[str, Any]], kernels: list[dict[str, Any]], ba
     total = sum(found[name] * count for name, count in _COUNTS.items()) + heads[0]
     terms = " + ".join(f"{count} × {found[name]:,.0f}" for name, count in _COUNTS.items())
     return (
-        f"Batch {batch}, context 8k, one GPU that would hold everything: {terms} + head {heads[0]:,.0f} = **{total / 1e3:,.2f} ms** a step. "
+        f"Batch {batch}, context 8k, one GPU that would hold everything, in µs: {terms} + head {heads[0]:,.0f} "
+        f"= **{total / 1e3:,.2f} ms** a step. "
         "An extrapolation from single layers; embedding, drafts and gaps between layers are not in it."
     )
 
@@ -50,7 +51,8 @@ def _machine(records: list[dict[str, Any]]) -> str:
         return "Nothing was measured."
     env = records[0]["env"]
     names = ("gpu", "driver", "cuda", "torch", "triton", "commit")
-    return f"Measured in one run: {', '.join(f'{n} {env[n]}' for n in names if env.get(n))}. Ceilings of that run: {ceilings_line(records[0])}."
+    where = ", ".join(f"{name} {env[name]}" for name in names if env.get(name))
+    return f"Measured in one run: {where}. Ceilings of that run: {ceilings_line(records[0])}."
 
 
 def _verdict(records: list[dict[str, Any]]) -> str:
