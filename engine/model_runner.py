@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from engine.distributed import Group
 from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
 from engine.exact_sums import ExactSums
 from engine.kv_cache import CacheShape, KVCache, block_bytes
-from engine.loader import Checkpoint, RandomWeights, model_fingerprint, open_checkpoint
+from engine.loader import RandomWeights, model_fingerprint, open_checkpoint
 from engine.models.config import ModelConfig, load_config
 from engine.models.deepseek_v41 import DeepseekV41
 from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
@@ -34,10 +34,11 @@ from engine.models.probe import Probe
 from engine.models.shared_inputs import SharedPrefill, make_shared_prefill
 from engine.models.static_inputs import StaticInputs
 from engine.native_start import NativeStart
-from engine.ops.registry import select
+from engine.ops.registry import failing_op, select
 from engine.ops.rope import plain_frequencies, yarn_frequencies
 from engine.parallel.expert_exchange import ExpertExchange
 from engine.parallel.expert_setup import make_exchange
+from engine.placed_weights import PlacedWeights
 from engine.process_env import prefill_threads
 from engine.recorded_steps import RecordedDecode, RecordedDraft
 from engine.runner_choices import keeps_packed_weights, why_not_recorded
@@ -119,7 +120,7 @@ class ModelRunner:
         if recorder is None and not reason:
             recorder = CudaRecorder()
         if recorder is not None and self._exchange is None:
-            self._record(recorder)
+            self._try_to_record(recorder)
         elif device == "cuda":
             log.info("steps are not recorded: %s", reason)
 
@@ -160,6 +161,15 @@ class ModelRunner:
             raise ConfigError(
                 f"engine.batch_invariant is set, but {why}", hint="device cpu, precision F or Fq, a C++ compiler, --ep 1; or leave it off"
             )
+
+    def _try_to_record(self, recorder: Recorder) -> None:
+        """Record, or stay eager and say which op stood in the way: a model that runs slowly is better than one that does not start."""
+        try:
+            self._record(recorder)
+        except RuntimeError as error:
+            self._decode = self._drafts = None
+            op = failing_op(error)
+            log.warning("decode steps stay eager, several times slower: recording failed%s: %s", f" in op {op}" if op else "", error)
 
     @torch.inference_mode()
     def _record(self, recorder: Recorder) -> None:
@@ -323,31 +333,11 @@ def _load(
     source = RandomWeights(model, config.seed, on_progress, device) if dummy else open_checkpoint(path, model, on_progress)
     mapping = _token_map(path, model, dummy)
     pad = mapping[text.engram_pad_token_id] if text.engram_layer_ids else 0
-    placed = _OnDevice(source, device)
+    placed = PlacedWeights(source, device)
     backbone = DeepseekV41.load(placed, text, numerics, pad, exchange)
     draft = DraftModel.load(placed, text, numerics)
     assert not source.unread, f"weights that nothing uses: {sorted(source.unread)[:5]}"
     return backbone, draft, mapping
-
-
-class _OnDevice:
-    """A `WeightSource` that moves what it reads to the device. Tables stay where they are: they may exceed the device."""
-
-    def __init__(self, source: Checkpoint | RandomWeights, device: str) -> None:
-        self._source, self._device = source, device
-
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self._source.tensor(name, dtype).to(self._device)
-
-    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
-        values, scale = self._source.stored(name)
-        return values.to(self._device), None if scale is None else scale.to(self._device)
-
-    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self._source.table(name)
-
-    def skip(self, names: Iterable[str]) -> None:
-        self._source.skip(names)
 
 
 def _token_map(path: Path, model: ModelConfig, dummy: bool) -> list[int]:

@@ -5,6 +5,8 @@ Source: OCP microscaling formats; E4M3 has no infinity and saturates at 448, E8M
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -29,15 +31,19 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 def e2m1_codes(values: Tensor) -> Tensor:
     """4-bit codes of values that lie on the E2M1 grid. Any shape fp32; returns uint8, sign in bit 3."""
-    grid = torch.tensor(E2M1_VALUES, device=values.device)
-    codes = torch.bucketize(values.abs().contiguous(), grid)
+    codes = torch.bucketize(values.abs().contiguous(), _e2m1_grid(values.device)[:8])
     return (codes + 8 * torch.signbit(values)).to(torch.uint8)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
     """fp32 values of 4-bit codes. codes: any shape uint8 below 16."""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
-    return table[codes.long()]
+    return _e2m1_grid(codes.device)[codes.long()]
+
+
+@lru_cache(maxsize=16)
+def _e2m1_grid(device: torch.device) -> Tensor:
+    """[16] fp32, the value of every code. Made once: a recorded step must not copy from the host."""
+    return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=device)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:

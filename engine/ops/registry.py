@@ -119,6 +119,18 @@ def _why(op: Op, backend: str, device: str, asked: bool) -> str:
     return "; ".join(op.missing()) or ("the best here" if backend == op.backends()[0] else "")
 
 
+def failing_op(error: BaseException | None) -> str:
+    """The innermost op in which an error arose, "" outside of all. An error that it replaced goes first."""
+    if error is None:
+        return ""
+    replaced, found, trace = failing_op(error.__cause__ or error.__context__), "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is Op.__call__.__code__:
+            found = trace.tb_frame.f_locals["self"].name
+        trace = trace.tb_next
+    return replaced or found
+
+
 def check(condition: bool, op: str, **tensors: Tensor) -> None:
     """Refuse arguments that break an op's contract, showing every shape and dtype."""
     if not condition:

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.cuda_graph import NullRecorder
 from engine.model_runner import ModelRunner
 from engine.models.draft import DraftSlice
+from engine.ops.rms_norm import RMS_NORM
 from tests.models.golden import PROMPTS, Seq, decode, prefill
 from tests.models.tiny_configs import GOLDEN
 
@@ -145,3 +146,17 @@ def test_engine_with_recorded_steps_writes_the_same_text():
         texts.append(out)
     assert texts[0] == texts[1]
     assert all(len(ids) == 24 for ids in texts[1].values())
+
+
+def test_model_starts_eagerly_when_recording_fails_and_names_the_op(monkeypatch, caplog):
+    def refuse(*args):
+        raise RuntimeError("cannot copy between CPU and CUDA tensors during CUDA graph capture")
+
+    monkeypatch.setattr(RMS_NORM, "reference", refuse)
+    runner = ModelRunner(golden_config(), draft=True, recorder=NullRecorder())
+    monkeypatch.undo()
+    RMS_NORM.use("reference")
+    assert runner.path == "eager"
+    assert runner.recordings == []
+    assert "recording failed in op rms_norm: cannot copy" in caplog.text
+    assert prefill(Seq(runner, PROMPTS[1], 1), [20]).isfinite().all()
