@@ -7,6 +7,7 @@ of a step's wall time in which the device has nothing to do, from the profiler's
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -33,7 +34,12 @@ def make_runner(out: Path, layers: tuple[int, ...]) -> ModelRunner:
     config = EngineConfig(
         model=str(model), load_format="dummy", max_num_seqs=BATCH, max_model_len=4096, num_blocks=BATCH * 20, spec=False, num_draft_tokens=0
     )
-    return ModelRunner(config, recorder=CudaRecorder())
+    try:
+        return ModelRunner(config, recorder=CudaRecorder())
+    except RuntimeError as error:
+        print(f"steps are eager, recording failed: {error}", flush=True)
+        torch.cuda.empty_cache()
+        return ModelRunner(config)
 
 
 def make_engine(runner: ModelRunner, overlap: bool) -> Engine:
@@ -71,7 +77,9 @@ def busy_and_wall(engine: Engine) -> tuple[float, float, float]:
 
 
 def floor_ms(runner: ModelRunner) -> float:
-    """A replay of the step's graph, back to back."""
+    """A replay of the step's graph, back to back; nan for eager steps."""
+    if runner._decode is None:
+        return math.nan
     graphs: Any = runner._decode._graphs
     times = []
     for _ in range(5):
