@@ -97,9 +97,7 @@ def _check_cache(
     ] = False,
     loops: Annotated[
         int,
-        typer.Option(
-            "--loops", metavar="N", min=1, help="Rounds of reset, cold, warm on one prompt; from 100 on also prompts of 100 pages."
-        ),
+        typer.Option("--loops", metavar="N", min=1, help="Rounds of reset, cold, warm on one prompt; from 100 on also 100-page prompts."),
     ] = 20,
 ) -> int:
     """Prove on a live server that the prefix cache changes no token, and show how much time it saves.
