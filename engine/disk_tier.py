@@ -6,6 +6,7 @@ another one's prefill.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ from typing import Any
 from engine.page_mover import PageMover
 from hicache.disk import DiskStore, Item, WriteResult
 from hicache.disk_file import NO_PARENT, Entry
+from hicache.errors import MachineError
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
 from hicache.index import NONE, StateReason
 from hicache.records import Kind
 
+log = logging.getLogger(__name__)
 _BATCH_BYTES = 16 * 2**20
 _LOOKED_AT, _COMPARED = 1024, 16  # most recent states, and how many of them that are not on disk compete for the next batch
 _WALKED_PAGES = 256  # of a path, to see how much of it is on disk
@@ -104,7 +107,13 @@ class DiskTier:
             cache.unpin(path)
             return False
         frames = cache.pool.take(need)
-        self._mover.reserve(frames)
+        try:
+            self._mover.reserve(frames)
+        except MachineError as error:
+            log.warning("no room for what is on disk: %s (%s)", error, error.hint)
+            cache.pool.free(frames)
+            cache.unpin(path)
+            return False
         pages, state = frames[: len(keys) - len(path)], frames[len(keys) - len(path) :]
         slots = [store.pages[key] for key in keys[len(path) :]]
         into = [[self._mover.frame(frame)] for frame in pages]
@@ -173,6 +182,19 @@ class DiskTier:
         result = spill.result.result()
         self.store.written(result)
         self._rest_until_s = self._clock() + _REST * result.seconds
+        if result.damaged is not None:
+            self._drop(result.damaged)
+
+    def _drop(self, entry: Entry) -> None:
+        """Its bytes in the arena are no longer those that were stored."""
+        index = self._cache.index
+        page = index.frames_by_key.get(entry.key, NONE)
+        if page == NONE:
+            return
+        if entry.kind is Kind.PAGE:
+            self._cache.drop(page)
+        elif index.state_of[page] != NONE and index.ref[index.state_of[page]] == 0:
+            self._cache.remove_state(index.state_of[page], "audit")
 
     def note_hit(self, key: bytes) -> None:
         """A prompt resumed at the state of that page."""

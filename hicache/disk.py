@@ -22,6 +22,7 @@ from hicache.records import Kind
 
 MOST_FILE_BYTES = 2**30
 _FILES_PER_BUDGET = 8  # at least, so that the oldest file is a small part of what is stored
+LOCK_PATIENCE_S = 5.0  # a killed process's lock goes moments after it
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
 Wait = Callable[[], None]  # returns when the device has left the frames alone
@@ -57,12 +58,13 @@ class DiskCounters:
 
 @dataclass(slots=True)
 class WriteResult:
-    """What became of a batch: the slots that were written, and whether the disk refused to take more."""
+    """What became of a batch: the slots that were written, whether the disk refused to take more, and what was damaged in memory."""
 
     slots: list[Slot] = field(default_factory=list)
     num_bytes: int = 0
     seconds: float = 0.0
     failed: bool = False
+    damaged: Entry | None = None
 
 
 class DiskStore:
@@ -170,7 +172,7 @@ class DiskStore:
             for item in batch:
                 checksums = self.layout.checksums(item.entry.kind, item.frames)
                 if any(known not in (0, found) for known, found in zip(item.known, checksums, strict=True)):
-                    self.counters.errors["checksum"] += 1  # damaged in memory: neither it nor what builds on it is kept
+                    result.damaged = item.entry  # neither it nor what builds on it is kept
                     break
                 at = file.size
                 file.append(item.entry, item.frames, checksums)
@@ -188,6 +190,7 @@ class DiskStore:
             self._sizes[slot.number] = max(self._sizes[slot.number], slot.at + self.layout.record_bytes(slot.entry.kind))
             self._enter(slot)
         self.counters.written_bytes += result.num_bytes
+        self.counters.errors["checksum"] += result.damaged is not None
         if result.failed:
             self.counters.errors["write"] += 1
             self.full = True
@@ -252,12 +255,16 @@ def _take(directory: Path) -> int:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise MachineError(f"cannot use {directory} for the host cache: {error.strerror}", hint="--set hicache.disk_dir=...") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise MachineError(f"{directory} is in use by another process", hint="dix status shows what is running") from None
-    return descriptor
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise MachineError(f"{directory} is in use by another process", hint="dix status shows what is running") from None
+            time.sleep(0.05)
 
 
 def _read_epoch(path: Path) -> int | None:

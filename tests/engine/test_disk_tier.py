@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import hicache.disk
 from engine.disk_tier import DiskTier
 from engine.errors import ConfigError
 from engine.prefix_cache import PrefixCache
@@ -259,7 +260,12 @@ def test_damage_in_memory_does_not_reach_the_disk(tmp_path: Path) -> None:
     assert figures(cache)["pages"] == 4
     assert figures(cache)["states"] == 0
     assert figures(cache)["errors_total"]["checksum"] == 1  # type: ignore[index]
-    cache.sources.disk.store.full = True  # type: ignore[union-attr]
+    assert len(cache.cache.index) == 4  # the damaged page and all below it are given up
+    assert serve(cache, PROMPTS[0]).cached_tokens == 0
+    spill_all(cache)
+    assert figures(cache)["pages"] == 15
+    assert figures(cache)["errors_total"]["checksum"] == 1  # type: ignore[index]
+    assert_idle(cache)
     cache.close()
 
 
@@ -285,7 +291,8 @@ def test_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     second.close()
 
 
-def test_directory_of_a_running_rank_and_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+def test_directory_of_a_running_rank_and_settings_that_cannot_work_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hicache.disk, "LOCK_PATIENCE_S", 0.1)
     cache = start(tmp_path)
     with pytest.raises(MachineError, match="in use"):
         start(tmp_path)
