@@ -91,7 +91,6 @@ class PrefixCache:
         self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
-        self._postponed: dict[int, int] = {}  # waiting sequence -> bytes that it would restore
         self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
 
@@ -106,13 +105,13 @@ class PrefixCache:
         self._release(self._planned.pop(seq.seq_id, None))
         match = Match(seq, self._keys.epoch)
         self._planned[seq.seq_id] = match
-        if not self._budget.allows(self._postponed.get(seq.seq_id, 0)):
-            return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # without looking up again what it would restore
         if self._failures.off:
             return Plan(PlanKind.MISS, 0, Miss.COPY_ERROR, match)
-        index, request = self.cache.index, seq.request
+        index, request, began = self.cache.index, seq.request, time.perf_counter()
         if request.cache_read or request.cache_write:
             match.keys = self._keys_of(seq)
+            if self._budget.exhausted and request.cache_read and index.match(match.keys[:1]):
+                return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # looking up all of it in every step would cost more than it saves
             match.path = index.match(match.keys)
             index.pin(match.path)
         if not request.cache_read:
@@ -129,8 +128,8 @@ class PrefixCache:
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
         if not self._budget.allows(self._restore_bytes(tokens)):
-            self._postponed[seq.seq_id] = self._restore_bytes(tokens)
             return Plan(PlanKind.HOLD, 0, "restore_budget", match)
+        match.plan_seconds = time.perf_counter() - began
         if match.peer is not None:
             return Plan(PlanKind.HIT, tokens, "peer", match)
         index.pin_state(state)
@@ -196,8 +195,9 @@ class PrefixCache:
         tokens, reason = plan.restore_tokens, plan.reason
         if tokens:
             tokens, reason = self._try_copy_in(seq, match, tokens, reason)
-            self.counters.restored(self._restore_bytes(tokens), time.perf_counter() - began)
-            self._budget.spend(self._restore_bytes(tokens))
+            seconds = time.perf_counter() - began
+            self.counters.restored(self._restore_bytes(tokens), seconds)
+            self._budget.spend(self._restore_bytes(tokens), match.plan_seconds + seconds)
         if tokens and match.state != NONE:
             self.sources.note_hit(match.keys[tokens // self._page_tokens - 1])
         self._unpin_state(match)
@@ -211,7 +211,6 @@ class PrefixCache:
             self._release(match)
 
     def _count_admission(self, seq: Sequence, tokens: int, reason: str) -> None:
-        self._postponed.pop(seq.seq_id, None)
         before = self._fetched.pop(seq.seq_id, tokens)
         if seq.cached_tokens is None and tokens > before:
             self.counters.disk_tokens += tokens - before
@@ -326,7 +325,6 @@ class PrefixCache:
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
         self._herd.forget(seq.seq_id)
-        self._postponed.pop(seq.seq_id, None)
         self._fetched.pop(seq.seq_id, None)
 
     def _close(self, seq_id: int) -> None:

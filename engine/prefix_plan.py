@@ -23,7 +23,8 @@ class Match:
     """What one sequence found and still pins.
 
     path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. wanted: positions where
-    a chunk ends and a state is kept, with its reason. peer: leased pages of another rank, when those reach further.
+    a chunk ends and a state is kept, with its reason. peer: leased pages of another rank, when those reach further. plan_seconds: that
+    looking it up took.
     """
 
     seq: Sequence
@@ -33,6 +34,7 @@ class Match:
     state: int = NONE
     wanted: dict[int, StateReason] = field(default_factory=dict)
     peer: PeerMatch | None = None
+    plan_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

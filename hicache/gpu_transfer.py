@@ -20,7 +20,7 @@ from hicache.native import check_status
 from hicache.transfer import Transfer
 
 KERNEL_BLOCKS = 8  # enough to fill PCIe 5; more than 16 slow the model's own kernels
-_FIRST_ROWS, _MORE_ROWS = 256, 4064  # rows per launch; the kernel's argument takes 4064
+_FIRST_ROWS, _MOST_ROWS, _GROWTH = 64, 4064, 4  # rows of the first launch, of any (the kernel's argument), and how launches grow
 _MERGE_LIMIT = 2**30
 _BOUNCE_ROWS = 256
 PROBE_PAGES = (1, 16, 256)
@@ -52,16 +52,16 @@ class KernelTransfer:
         self, source: int, source_stride: int, first: Sequence[int], target: int, target_stride: int, second: Sequence[int], row_bytes: int
     ) -> None:
         assert len(first) == len(second), f"{len(first)} rows for {len(second)} places"
-        stream, begin = torch.cuda.current_stream().cuda_stream, 0
+        stream, begin, size = torch.cuda.current_stream().cuda_stream, 0, _FIRST_ROWS
         while begin < len(first):
-            # The first rows are under way while the numbers of the others are still being packed.
-            end = begin + (_FIRST_ROWS if begin == 0 else _MORE_ROWS)
+            # While rows are under way the numbers of four times as many are packed: that takes less long, so the bus never waits.
+            end = begin + size
             here, there = _packed(first[begin:end]), _packed(second[begin:end])
             addresses = here.buffer_info()[0], there.buffer_info()[0]
             # The launch copies the numbers, so these arrays need to live no longer than the call.
             status = self._launch(source, target, *addresses, len(here), source_stride, target_stride, row_bytes, self._num_blocks, stream)
             check_status(self._library, status, "page copy")
-            begin = end
+            begin, size = end, min(_MOST_ROWS, _GROWTH * size)
 
 
 def _packed(numbers: Sequence[int]) -> array[int]:

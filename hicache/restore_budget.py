@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class RestoreBudget:
-    """Times of copies come from their bytes and the measured speed of the bus.
+    """A restore costs the time of its calls, and that of its copies by their bytes and the measured speed of the bus.
 
     most_bytes: per step; one restore always goes through. share: of the time that passes while others decode, 0 for no limit.
     gb_s: measured speed; 0 on a CPU, where the prefill behind a restore takes so much longer that waiting helps nobody.
@@ -30,16 +30,21 @@ class RestoreBudget:
         self._debt_s = max(0.0, self._debt_s - self._share * (now - self._began_s)) if self._limits else 0.0
         self._step_bytes, self._began_s = 0, now
 
-    def allows(self, num_bytes: int) -> bool:
-        """Whether a restore of that size may begin in this step; nothing to restore may always."""
-        if self._step_bytes is None or num_bytes == 0:
-            return True
-        return self._debt_s == 0.0 and (self._step_bytes == 0 or self._step_bytes + num_bytes <= self._most_bytes)
+    @property
+    def exhausted(self) -> bool:
+        """Whether no restore of any size may begin in this step."""
+        return self._debt_s > 0.0
 
-    def spend(self, num_bytes: int) -> None:
-        """A restore was enqueued."""
+    def allows(self, num_bytes: int) -> bool:
+        """Whether a restore of that size may begin in this step."""
+        if self._step_bytes is None:
+            return True
+        return not self.exhausted and (self._step_bytes == 0 or self._step_bytes + num_bytes <= self._most_bytes)
+
+    def spend(self, num_bytes: int, seconds: float = 0.0) -> None:
+        """A restore was enqueued, which took its caller `seconds`."""
         if self._step_bytes is None:
             return
         self._step_bytes += num_bytes
         if self._limits:
-            self._debt_s += num_bytes / (self._gb_s * 1e9)
+            self._debt_s += seconds + num_bytes / (self._gb_s * 1e9)

@@ -51,6 +51,17 @@ def test_a_restore_larger_than_the_share_is_paid_off_before_the_next_one() -> No
     assert budget.allows(1)
 
 
+def test_time_of_the_calls_counts_like_the_time_of_the_copies() -> None:
+    clock = Clock()
+    budget = make(clock)
+    budget.begin_step(decoding=True)
+    budget.spend(50_000_000, seconds=0.001)  # 1 ms of copies
+    for now, exhausted in ((0.0395, True), (0.0405, False)):
+        clock.now_s = now
+        budget.begin_step(decoding=True)
+        assert budget.exhausted == exhausted == (not budget.allows(1))
+
+
 @pytest.mark.parametrize(("share", "gb_s", "decoding"), [(0.0, 50.0, True), (0.05, 0.0, True), (0.05, 50.0, False)])
 def test_only_the_bound_per_step_holds_when_nobody_is_slowed_down(share: float, gb_s: float, decoding: bool) -> None:
     budget = make(Clock(), share, gb_s, most_bytes=100)
