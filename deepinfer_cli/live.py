@@ -56,13 +56,13 @@ def from_metrics(metrics: Mapping[str, Any], before: Glance | None, at_s: float)
 
 
 def host_share(ranks: list[Mapping[str, Any]]) -> float | None:
-    """Used share of the host arenas, where the server reports frames."""
+    """Used share of the host arenas, where the server reports frames. Frames that are not page-locked yet do not count."""
     free = used = 0.0
     for rank in ranks:
         cache = _path(rank, "prefix_cache")
         frames = cache.get("frames") or {}
         free += frames.get("free", cache.get("frames_free", 0))
-        used += sum(v for k, v in frames.items() if k != "free") if frames else cache.get("frames_used", 0)
+        used += sum(v for k, v in frames.items() if k not in ("free", "absent")) if frames else cache.get("frames_used", 0)
     return used / (free + used) if free + used else None
 
 

@@ -100,10 +100,27 @@ def show(call: Invocation, metrics: Mapping[str, Any]) -> None:
         counts = {name: number for name, number in (totals.get(leaf) or {}).items() if number}
         if counts:
             call.ui.print(f"{title}: " + " · ".join(f"{name} {number:,.0f}" for name, number in sorted(counts.items())))
+    for rank in ranks:
+        if line := disk_line(rank):
+            call.ui.print(line)
     if errors := checksum_errors(metrics):
         call.ui.warn(f"{errors} stored pages did not match their checksum and were dropped")
     if not any((rank.get("prefix_cache") or {}).get("lookups_total") for rank in ranks):
         call.ui.note("no lookups yet: the cache is off, or nothing was asked", "quiet")
+
+
+def disk_line(rank: Mapping[str, Any]) -> str:
+    """What a rank keeps on disk, "" without a disk tier."""
+    cache = rank.get("prefix_cache") or {}
+    disk = cache.get("disk") or {}
+    if not disk:
+        return ""
+    hits = ((cache.get("tiers") or {}).get("disk") or {}).get("hit_tokens_total", 0)
+    state = " · full" if disk.get("full") else ""
+    return (
+        f"disk of rank {rank.get('rank')}: {disk['bytes'] / 2**30:.2f} GiB · {disk['pages']:,} pages, {disk['states']:,} states · "
+        f"{disk['loads_total']:,} loads, {hits:,} hit tokens{state}"
+    )
 
 
 def row(name: str, cache: Mapping[str, Any], used: float | None) -> list[Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepinfer_cli.commands.cache import disk_line
+from deepinfer_cli.live import host_share
 from tests.cli.fake_server import serving
 
 
@@ -41,3 +43,12 @@ def test_reset_empties_the_server(dix: Callable[..., Any]) -> None:
         ran = dix("cache", "reset", "--port", server.port)
         assert server.resets == 1
     assert ran.code == 0
+
+
+def test_what_lies_on_disk_is_one_line_a_rank_and_absent_frames_are_not_used_ones() -> None:
+    disk = {"bytes": 3 * 2**29, "pages": 1200, "states": 7, "full": 1, "loads_total": 3}
+    cache = {"disk": disk, "tiers": {"disk": {"hit_tokens_total": 4096}}, "frames": {"free": 3, "page": 1, "absent": 96}}
+    line = disk_line({"rank": 1, "prefix_cache": cache})
+    assert line == "disk of rank 1: 1.50 GiB · 1,200 pages, 7 states · 3 loads, 4,096 hit tokens · full"
+    assert disk_line({"rank": 0, "prefix_cache": {"disk": {}}}) == ""
+    assert host_share([{"prefix_cache": cache}]) == 0.25

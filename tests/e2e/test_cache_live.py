@@ -1,7 +1,10 @@
-"""The prefix cache of a live server: recorded sessions, a herd, and a soak, in short. `tests/e2e/cache_live.py` runs them at length."""
+"""The prefix cache of a live server: recorded sessions, a herd, and a soak, in short. `tests/e2e/cache_live.py` runs them at length; the soak
+lasts DIX_SOAK_SECONDS.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,8 +26,9 @@ def live(dix: Dix) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def tight(dix: Dix) -> Iterator[Live]:
-    """An arena for about two sessions and a device cache that preempts."""
-    running = start(dix, "cache-tight", "--hicache-size-gb", "0.012", "--set", "engine.kv_cache_gb=0.006")
+    """An arena for about two sessions, a disk for about eight, and a device cache that preempts."""
+    small = ("--hicache-size-gb", "0.012", "--set", "engine.kv_cache_gb=0.006", "--set", "hicache.disk_gb=0.05")
+    running = start(dix, "cache-tight", *small)
     yield Live(running.url)
     dix("stop", "cache-tight", "--grace", "1s")
 
@@ -76,7 +80,7 @@ def rank_of(live: Live, session: str, messages: list[dict[str, str]], **fields: 
 
 
 def test_soak_with_aborts_preemption_and_a_small_arena_leaks_nothing(tight: Live) -> None:
-    found = soak(tight, seconds=20)
+    found = soak(tight, seconds=float(os.environ.get("DIX_SOAK_SECONDS", "20")))
     assert found["leaks"] == leaks(tight) == []
     assert found["left"] > 0
     assert found["finished"] > 0
