@@ -85,7 +85,7 @@ class Sampler:
             index = to_device(drawn, torch.int64, logits.device)
             ids[index] = draw(logits[index], [rows[i] for i in drawn])
         # A failed row's id is the next step's input all the same: it has to exist.
-        return Readout(ids.clamp_(0, self.num_tokens - 1), best)
+        return Readout(ids.clamp_(0, min(self.num_tokens, logits.shape[1]) - 1), best)
 
     @torch.inference_mode()
     def verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals) -> Sampled:
