@@ -12,7 +12,7 @@ from hicache.config import HiCacheConfig
 from tests.models.golden import PROMPTS
 from tests.models.tiny_configs import GOLDEN
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
 
 def make_engine(overlap: bool) -> Engine:
