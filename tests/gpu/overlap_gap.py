@@ -24,7 +24,7 @@ from engine.models.released import excerpt
 from engine.request import Request, SamplingParams
 from hicache.config import HiCacheConfig
 
-BATCH, CONTEXT, STEPS = 64, 512, 60
+BATCH, CONTEXT, STEPS = 64, 256, 40
 
 
 def make_runner(out: Path, layers: tuple[int, ...]) -> ModelRunner:
@@ -32,7 +32,14 @@ def make_runner(out: Path, layers: tuple[int, ...]) -> ModelRunner:
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(excerpt(layers)))
     config = EngineConfig(
-        model=str(model), load_format="dummy", max_num_seqs=BATCH, max_model_len=4096, num_blocks=BATCH * 20, spec=False, num_draft_tokens=0
+        model=str(model),
+        load_format="dummy",
+        max_num_seqs=BATCH,
+        max_model_len=4096,
+        num_blocks=BATCH * 20,
+        spec=False,
+        num_draft_tokens=0,
+        cudagraph_batch_size_interval=BATCH,
     )
     try:
         return ModelRunner(config, recorder=CudaRecorder())
@@ -94,7 +101,7 @@ def floor_ms(runner: ModelRunner) -> float:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    layers = tuple(int(part) for part in sys.argv[2].split(",")) if len(sys.argv) > 2 else (1, 2, 3, 20, 21, 22, 24)
+    layers = tuple(int(part) for part in sys.argv[2].split(",")) if len(sys.argv) > 2 else (2, 3, 4)
     runner = make_runner(out, layers)
     for report in runner.recordings:
         print(report)
