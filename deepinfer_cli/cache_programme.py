@@ -174,8 +174,11 @@ class Programme:
         first = self._ask(messages, cached=False)
         for _ in range(self._loops):
             self._forget()
-            for _ in range(2):
-                self._note_answer(self._ask(messages, cached=True), first)
+            for possible in (0, cap(first.prompt_tokens)):
+                warm = self._ask(messages, cached=True)
+                self._note_answer(warm, first)
+                self._part.hit_tokens += warm.cached
+                self._part.possible_tokens += possible
 
     def _reset_during_answer(self) -> None:
         """A cache that is emptied while an answer is being written: the answer stays, and nothing of it is found afterwards."""

@@ -17,7 +17,7 @@ from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
 from hicache.gpu_transfer import BounceTransfer, ProbeRow
 from hicache.host_cache import HostCache
-from hicache.host_pool import HostArena, frame_bytes_for
+from hicache.host_pool import HostArena, frame_bytes_for, map_arena
 from hicache.index import NONE, PrefixIndex
 from hicache.open_transfer import open_transfer
 from hicache.peers import PeerMatch
@@ -61,7 +61,11 @@ class PageMover:
             layout = Layout(num_frames, frame_bytes, self.frames_per_state, kv.block_size, home.ranks, proof)
             self.segment = _open_segment(home, layout)
         self.records = Records(self.segment) if self.segment is not None else None
-        self.arena = HostArena(num_frames, frame_bytes, self.segment)
+        if self.segment is not None:
+            self.arena = HostArena(num_frames, frame_bytes, self.segment)
+        else:
+            self.arena = map_arena(num_frames, frame_bytes)
+            num_frames = self.arena.num_frames
         self._unpublished: deque[tuple[torch.cuda.Event, list[int], list[Record]]] = deque()
         self._open = open_transfer(config, self.arena, kv.blocks)
         self.transfer = FaultyTransfer(self._open.transfer)

@@ -5,6 +5,7 @@ A page takes one frame, a window state any few; so no split between them has to 
 
 from __future__ import annotations
 
+import logging
 import mmap
 from array import array
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +19,8 @@ from hicache.segment import Segment
 
 FRAME_ALIGNMENT = 4096  # O_DIRECT and page granularity
 POISON = 0xA5
+MIN_HALVED_BYTES = 2**30
+log = logging.getLogger(__name__)
 
 
 def frame_bytes_for(row_bytes: int) -> int:
@@ -73,6 +76,22 @@ class HostArena:
     def poison(self, frames: Sequence[int]) -> None:
         """Fill frames with a pattern that no cache row contains, so that a read of a freed frame shows."""
         self.rows[torch.tensor(list(frames), dtype=torch.int64)] = POISON
+
+
+def map_arena(num_frames: int, frame_bytes: int, least_bytes: int = MIN_HALVED_BYTES) -> HostArena:
+    """A private arena of up to `num_frames`: half of it, and half again, when the system refuses, down to `least_bytes`.
+
+    Raises:
+        MachineError: not even that can be mapped, or what was asked for is smaller and refused.
+    """
+    while True:
+        try:
+            return HostArena(num_frames, frame_bytes)
+        except MachineError as error:
+            num_frames //= 2
+            if num_frames * frame_bytes < least_bytes:
+                raise
+            log.warning("%s; trying %.1f GiB", error, num_frames * frame_bytes / 2**30)
 
 
 Leased = Callable[[Sequence[int]], Collection[int]]  # those of the given frames that peers are reading

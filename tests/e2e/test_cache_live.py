@@ -1,5 +1,6 @@
-"""The prefix cache of a live server: recorded sessions, a herd, and a soak, in short. `tests/e2e/cache_live.py` runs them at length; the soak
-lasts DIX_SOAK_SECONDS.
+"""The prefix cache of a live server: recorded sessions, a herd, and a soak, in short. `tests/e2e/cache_live.py` runs them at length.
+
+DIX_SOAK_SECONDS: how long the soak lasts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from hicache.host_pool import POISON, FramePool, HostArena, Owner, frame_bytes_for
+import hicache.host_pool
+from hicache.errors import MachineError
+from hicache.host_pool import POISON, FramePool, HostArena, Owner, frame_bytes_for, map_arena
 
 
 def test_frame_is_the_row_rounded_up_to_four_kib() -> None:
@@ -69,3 +71,20 @@ def test_frames_that_come_later_join_behind_the_free_ones() -> None:
         pool.add(range(1, 3))
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free([5])
+
+
+def test_arena_that_cannot_be_mapped_is_halved_until_it_can_or_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Scarce(HostArena):
+        def __init__(self, num_frames: int, frame_bytes: int) -> None:
+            asked.append(num_frames)
+            if num_frames > 20:
+                raise MachineError(f"cannot map {num_frames} frames")
+            super().__init__(num_frames, frame_bytes)
+
+    monkeypatch.setattr(hicache.host_pool, "HostArena", Scarce)
+    assert map_arena(100, 4096, least_bytes=4096).num_frames == 12
+    assert asked == [100, 50, 25, 12]
+    with pytest.raises(MachineError, match="25 frames"):
+        map_arena(100, 4096, least_bytes=20 * 4096)
