@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cache_layout import BlockLayout, RowSizes
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
-from engine.ops.cache_rows import pack_window_rows, unpack_index_rows
+from engine.ops.cache_rows import pack_entry_rows, pack_index_rows, pack_window_rows, unpack_index_rows
 from engine.ops.compress_entries import IndexPlaces
 from engine.ops.q4_index import q4_index
 from engine.ops.q4_kv import q4_kv
@@ -99,6 +99,16 @@ class KVCache:
         self.kv_rows.index_copy_(0, self.entry_rows(layer, block, place), entries)
         layout = self.layout
         self.index_rows.index_copy_(0, block * layout.index_stride + (place + layout.index_offset[layer]), keys)
+
+    def fill_entries(self, layer: int, block: Tensor, place: Tensor, entries: Tensor, keys: Tensor) -> None:
+        """`store_entries` for rows of either form: for contents that no compressor made."""
+        if not self.numerics.packed_rows:
+            self.store_entries(layer, block, place, entries, keys)
+            return
+        self.kv_rows.index_copy_(0, self.entry_rows(layer, block, place), pack_entry_rows(entries))
+        data, scales = self._index_region(layer)
+        packed = pack_index_rows(keys)
+        data[block, place], scales[block, place] = packed[:, : data.shape[-1]], packed[:, data.shape[-1] :]
 
     def index_keys(self, layer: int, blocks: Tensor, num_entries: int) -> Tensor:
         """Index keys [B, num_entries, Di] of a source layer, of the profile's dtype. blocks: [B, P] int64, each sequence's in order."""

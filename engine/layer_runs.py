@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
 from engine.model_runner import ModelRunner
-from engine.models.deepseek_v41 import Streams
+from engine.models.deepseek_v41 import Layer, Streams
 from engine.models.indexer import Picks
 from engine.models.inputs import StepInputs
 from engine.models.static_inputs import StaticInputs
@@ -28,23 +28,30 @@ _DISTINCT_BLOCKS = 256
 @dataclass(frozen=True, slots=True)
 class LayerRun:
     """calls: the layer on several sets of streams. num_rows: query rows. touched: distinct experts that the rows of a call chose, on
-    average.
+    average. states, inputs: what the calls work on.
     """
 
     calls: list[Callable[[], Tensor]]
     num_rows: int
     touched: float
+    states: list[Streams]
+    inputs: StepInputs
 
 
 class LayerRuns:
     """Runs layers of one runner. The runner's cache must hold the batches that are asked for."""
 
     def __init__(self, runner: ModelRunner, max_rows: int, max_len: int, seed: int = 0) -> None:
-        self._runner, self._text = runner, runner.model_config.text
+        self._runner, self.text = runner, runner.model_config.text
         self._device = runner.kv.blocks.device
         self._random = torch.Generator(self._device).manual_seed(seed)
-        self._inputs = StaticInputs(self._text, runner.kv, runner.token_map, runner.frequencies, max_rows, max_len)
+        self._inputs = StaticInputs(self.text, runner.kv, runner.token_map, runner.frequencies, max_rows, max_len)
         self._fill_cache()
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The loaded layers."""
+        return self._runner.backbone.layers
 
     @torch.inference_mode()
     def decode(self, layer: int, batch: int, context: int, copies: int = 4) -> LayerRun:
@@ -58,7 +65,7 @@ class LayerRuns:
                 total_len=context,
                 block_table=list(range(1 + i * per_seq, 1 + (i + 1) * per_seq)),
                 state_slot=1 + i,
-                history=(5,) * self._text.ngram_history,
+                history=(5,) * self.text.ngram_history,
             )
             for i in range(batch)
         ]
@@ -69,7 +76,7 @@ class LayerRuns:
     def prefill(self, layer: int, num_tokens: int, copies: int = 1) -> LayerRun:
         """A prompt of `num_tokens` tokens in one step."""
         blocks = list(range(1, 1 + -(-num_tokens // self._runner.kv.block_size)))
-        ids = torch.randint(5, self._text.vocab_size, (num_tokens,)).tolist()
+        ids = torch.randint(5, self.text.vocab_size, (num_tokens,)).tolist()
         piece = SequenceSlice(ids, 0, num_tokens, blocks, 1, logit_rows=LogitRows.LAST)
         return self._run(layer, self._runner.build_inputs(Batch(StepKind.PREFILL, [piece])), copies)
 
@@ -77,7 +84,7 @@ class LayerRuns:
         backbone, cache = self._runner.backbone, self._runner.kv
         rows = len(inputs.encoder)
         state = self._streams(inputs, None)
-        for earlier in range(self._text.topk_owner(layer) if self._text.ratio(layer) else layer, layer):
+        for earlier in range(self.text.topk_owner(layer) if self.text.ratio(layer) else layer, layer):
             backbone.run_one_layer(earlier, state, inputs, cache)
         sets = [self._streams(inputs, state.picks) for _ in range(copies)]
         chosen = _Chosen()
@@ -91,25 +98,25 @@ class LayerRuns:
             assert after.written is not None
             return after.written.y
 
-        return LayerRun([partial(run, streams) for streams in sets], rows, chosen.mean)
+        return LayerRun([partial(run, streams) for streams in sets], rows, chosen.mean, sets, inputs)
 
     def _streams(self, inputs: StepInputs, picks: Picks | None) -> Streams:
         """Streams near unit size behind a sublayer whose output is still to be written back, as inside a model."""
-        rows, n, width = len(inputs.encoder), self._text.hc_mult, self._text.hidden_size
+        rows, n, width = len(inputs.encoder), self.text.hc_mult, self.text.hidden_size
         post, pre, comb = (torch.rand(rows, *shape, device=self._device, generator=self._random) for shape in ((n,), (n,), (n, n)))
         y, h = self._normal(rows, width), self._normal(rows * n, width).view(rows, n, width)
         return Streams(h, pre, inputs.encoder, picks, Written(y, post, comb / n))
 
     @torch.inference_mode()
     def _fill_cache(self) -> None:
-        kv, text = self._runner.kv, self._text
+        kv, text = self._runner.kv, self.text
         some = min(_DISTINCT_BLOCKS, kv.num_blocks - 1)
         for layer in text.kv_source_layer_ids:
             per_block = kv.block_size // text.ratio(layer)
             count = some * per_block
             place = torch.arange(count, device=self._device)
             entries, keys = (self._normal(count, width) for width in (text.head_dim, text.index_head_dim))
-            kv.store_entries(layer, 1 + place // per_block, place % per_block, entries, keys)
+            kv.fill_entries(layer, 1 + place // per_block, place % per_block, entries, keys)
         for first in range(1 + some, kv.num_blocks, some):
             last = min(first + some, kv.num_blocks)
             kv.blocks[first:last] = kv.blocks[1 : 1 + last - first]

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target
+from deepinfer_cli.opbench.cases.moe import grouped, plain_experts
 from deepinfer_cli.opbench.layer_floor import layer_floor
+from deepinfer_cli.opbench.plain_layer import plain_calls
 from engine.config import EngineConfig
 from engine.layer_runs import LayerRun, LayerRuns
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
+from engine.models.packed_layers import PackedMoE
 from engine.models.released import excerpt, write_excerpt
 
 # Released numbers of the layers that are loaded: an n-gram layer, source and follower of ratio 2, the source of ratio 1, its follower,
@@ -88,6 +91,25 @@ def _decode(layer: int, batch: int, context: int, target: Target, experts: int |
     return Case("l.decode" if experts is None else "l.decode.ep8", params, prepare, target, group="layers")
 
 
+def _plain(layer: int, batch: int) -> Case:
+    """The same layer in plain PyTorch, a line of its own: its bf16 experts alone take 27 GB."""
+
+    def prepare(setting: Setting) -> Prepared:
+        rows, length = (min(batch, _SMALL_BATCH), _SMALL_LEN) if setting.small else (batch, _SHORT)
+        loaded, number = _load(setting, LAYERS, None), LAYERS.index(layer)
+        run = loaded.runs.decode(number, rows, length)
+        moe = loaded.runs.layers[number].block.ffn
+        if not isinstance(moe, PackedMoE):
+            # Without kernels our layer is plain PyTorch already.
+            return _prepared(run, layer_floor(loaded.config, number, length).num_bytes(rows, run.touched), 0.0)
+        calls = plain_calls(loaded.runs, run, number, plain_experts(setting, moe.experts), grouped)
+        floor = layer_floor(loaded.config, number, length)
+        return Prepared(calls, floor.num_bytes(rows, run.touched), floor.flops(rows), count_kernels=True)
+
+    params: dict[str, int | str] = {"layer": _NAMES[layer], "batch": batch, "context": _SHORT}
+    return Case("l.plain", params, prepare, Target("over_floor"), group="layers")
+
+
 def _prefill(layer: int, tokens: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         count = _SMALL_LEN // 2 if setting.small else tokens
@@ -117,6 +139,7 @@ def _cases() -> list[Case]:
     ]
     others: list[Callable[[int], Case]] = [lambda b, n=n: _decode(n, b, _SHORT, Target("over_floor")) for n in LAYERS if n != 21]  # type: ignore[misc]
     cases[len(_DECODE_TARGETS) : len(_DECODE_TARGETS)] = [make(batch) for make in others for batch in (1, 64)]
+    cases += [_plain(21, batch) for batch in (1, 8, 64)]
     cases += [_decode(21, batch, _SHORT, Target("over_floor", *bounds), experts=48) for batch, bounds in _SHARE_TARGETS.items()]
     return cases + [_prefill(3, tokens, Target("bf16", 0.40, 0.55)) for tokens in (4_096, 32_768)]
 

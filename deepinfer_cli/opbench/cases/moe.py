@@ -45,7 +45,7 @@ def _experts(setting: Setting, num: int, hidden: int, inner: int) -> PackedExper
     return setting.shared("experts", make)
 
 
-def _plain_experts(setting: Setting, experts: PackedExperts) -> tuple[Tensor, Tensor]:
+def plain_experts(setting: Setting, experts: PackedExperts) -> tuple[Tensor, Tensor]:
     """bf16 copies for the library's grouped product: w13 [E, C, 2I] and w2 [E, I, C], views of row-major weights."""
 
     def make() -> tuple[Tensor, Tensor]:
@@ -72,8 +72,8 @@ def _experts_case(id: str, tokens: int, target: Target) -> Case:
         calls: list[Call] = [lambda s=s: op(*s, experts, _LIMIT, False) for s in sets]  # type: ignore[misc]
         peers: Mapping[str, list[Call]] = {}
         if setting.device == "cuda":
-            plain = _plain_experts(setting, experts)
-            peers = {"torch._grouped_mm": [_grouped(s[0], s[1], s[2], plain, experts) for s in sets]}
+            plain = plain_experts(setting, experts)
+            peers = {"torch._grouped_mm": [grouped(s[0], s[1], s[2], plain, experts) for s in sets]}
 
         def check() -> tuple[float, float]:
             few = torch.arange(rows, device=setting.device)[:: max(1, rows // 8)][:8]
@@ -86,7 +86,7 @@ def _experts_case(id: str, tokens: int, target: Target) -> Case:
     return Case(id, {"batch" if tokens <= 256 else "tokens": tokens}, prepare, target)
 
 
-def _grouped(x: Tensor, ids: Tensor, weights: Tensor, plain: tuple[Tensor, Tensor], experts: PackedExperts) -> Call:
+def grouped(x: Tensor, ids: Tensor, weights: Tensor, plain: tuple[Tensor, Tensor], experts: PackedExperts) -> Call:
     """The library's grouped products on bf16 copies, tokens grouped beforehand (which flatters it), and the shared expert."""
     order = ids.flatten().sort(stable=True).indices
     ends = torch.bincount(ids.flatten(), minlength=len(plain[0])).cumsum(0).to(torch.int32)
