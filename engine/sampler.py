@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits, edits_logits
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, sample_rows
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.readout import Readout, row_errors, to_device
 from engine.request import SamplingParams, Sequence, TokenLogprob
@@ -38,6 +38,7 @@ class _Traits:
     logprobs: bool
     plain_greedy: bool
     on_device: bool
+    plain_drawn: bool
 
 
 class Sampler:
@@ -75,9 +76,10 @@ class Sampler:
     def enqueue(self, logits: Tensor, rows: list[Sequence]) -> Readout | None:
         """As a call, but without waiting for the device. None when a row needs the host in between: edits, grammars, filters."""
         traits = self._prepare(logits, rows)
-        if not all(t.on_device for t in traits) or any(seq.matcher is not None for seq in rows):
+        kernel = logits.is_cuda and SAMPLE_ROWS.backend != "reference"  # which filters as well
+        if any(seq.matcher is not None for seq in rows) or not all(t.on_device or (kernel and t.plain_drawn) for t in traits):
             return None
-        if logits.is_cuda and SAMPLE_ROWS.backend != "reference":
+        if kernel and any(t.plain_drawn for t in traits):
             return Readout(*sample_rows(logits, _draws(rows, traits, logits.device), self.num_tokens))
         best, ids = _largest(logits)
         drawn = [i for i, t in enumerate(traits) if not t.greedy]
@@ -165,7 +167,7 @@ def _classify(params: SamplingParams) -> _Traits:
     filters = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
     logprobs = params.logprobs or params.top_logprobs > 0
     plain = not edits and not logprobs
-    return _Traits(params, edits, greedy, filters, logprobs, greedy and plain, plain and (greedy or not filters))
+    return _Traits(params, edits, greedy, filters, logprobs, greedy and plain, plain and (greedy or not filters), plain and not greedy)
 
 
 def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
@@ -220,12 +222,21 @@ def _draws(rows: list[Sequence], traits: list[_Traits], device: torch.device) ->
     seeds, positions = [seq.seed for seq in rows], [len(seq.token_ids) for seq in rows]
     modes = [Mode.GREEDY if t.greedy else Mode.INVERSE if t.params.seed is None else Mode.RACE for t in traits]
     keys, numbers = race_keys(seeds, positions).tolist(), draws53(seeds, positions).tolist()
+    chosen = [key if mode is Mode.RACE else number for mode, key, number in zip(modes, keys, numbers, strict=True)]
     return Draws(
         to_device([t.params.temperature for t in traits], torch.float32, device),
         to_device([int(mode) for mode in modes], torch.int32, device),
-        to_device(
-            [key if mode is Mode.RACE else number for mode, key, number in zip(modes, keys, numbers, strict=True)], torch.int64, device
-        ),
+        to_device(chosen, torch.int64, device),
+        _filters([t.params for t in traits], device) if any(t.filters and not t.greedy for t in traits) else None,
+    )
+
+
+def _filters(params: list[SamplingParams], device: torch.device) -> Filters:
+    """Every row's filters, see `_kept`."""
+    return Filters(
+        to_device([int(p.top_p * FIXED_ONE) if p.top_p < 1.0 else 2 * FIXED_ONE for p in params], torch.int64, device),
+        to_device([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params], torch.int32, device),
+        to_device([p.min_p for p in params], torch.float32, device),
     )
 
 

@@ -60,6 +60,10 @@ __device__ __forceinline__ float bf16_round(float x) { return __bfloat162float(_
 __device__ __forceinline__ uint16_t bf16_bits(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 __device__ __forceinline__ float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 __device__ __forceinline__ int atomic_add_shared(int* counter, int value) { return atomicAdd(counter, value); }
+__device__ __forceinline__ void atomic_add_shared(unsigned* counter, unsigned value) { atomicAdd(counter, value); }
+__device__ __forceinline__ float quick_log(float x) { return __logf(x); }
+__device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
+__device__ __forceinline__ float value_of(int bits) { return __int_as_float(bits); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
 }  // namespace dix

@@ -55,6 +55,77 @@ struct TileCopies {
     }
 };
 
+// What a warp holds of a unit: its rows' first scales, its sums, and where in the ring its tokens are.
+template <Format kFormat>
+struct TileSums {
+    const unsigned char* scales[kRowTiles];
+    float acc[kRowTiles][kTileTokens / 8][4];
+};
+
+// All stages of one unit for items of up to 16 * kPairs tokens. Without a branch between products, so that tokens are read ahead of them.
+template <Format kFormat, int kPairs>
+__device__ __forceinline__ void multiply(const PackedGemm& p, const TileCopies<kFormat>& copies, TileSums<kFormat>& sums, int num_stages) {
+    using L = Layout<kFormat>;
+    using S = Stage<kFormat>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    uint2 fields[kRowTiles], later[kRowTiles];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) later[r] = load_global8(sums.scales[r]);
+#pragma unroll 1
+    for (int stage = 0; stage < num_stages; ++stage) {
+        wait_copies<kTileStages - 2>();
+        sync_block();  // everyone's tokens of this stage are there, and the stage before has been read
+        const int ahead = stage + kTileStages - 1;
+        if (ahead < num_stages) copies.issue(shared_memory() + ahead % kTileStages * S::kBytes, ahead);
+        commit_copies();
+        if (stage % S::kPerBlock == 0) {
+            const int block = stage / S::kPerBlock + 1 < p.blocks ? stage / S::kPerBlock + 1 : 0;
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+                fields[r] = later[r];
+                later[r] = load_global8(sums.scales[r] + block * L::kScaleBytes);
+            }
+        }
+        const unsigned char* now = shared_memory() + stage % kTileStages * S::kBytes;
+        uint32_t a[kRowTiles][4][4];
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+            for (int c = 0; c < S::kChunks; ++c) {
+                const int q = stage % S::kPerBlock * S::kChunks + c;
+                const uint32_t upper = factor(fields[r].x, q), lower = factor(fields[r].y, q);
+                const uint4 packed = load_shared16(now + kTokenBytes + warp * S::kWarpBytes + (r * S::kChunks + c) * 512 + lane * 16);
+                const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+                for (int s = 0; s < 4 / S::kChunks; ++s) L::decode(words, s, upper, lower, a[r][c * (4 / S::kChunks) + s]);
+            }
+        }
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+            uint4 values[2][2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int token = pair * 16 + j * 8 + g;
+#pragma unroll
+                for (int v = 0; v < 2; ++v) {
+                    values[j][v] = load_shared16(now + token * 128 + (S::piece(t, v) ^ (g % 2 * S::kSwap)) * 16);
+                }
+            }
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const uint4 both = values[j][s / 2];
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r) {
+                        mma_bf16(sums.acc[r][pair * 2 + j], a[r][s], s % 2 ? both.z : both.x, s % 2 ? both.w : both.y);
+                    }
+                }
+            }
+        }
+    }
+}
+
 template <Format kFormat, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kTileThreads, 1) packed_tiles(const PackedGemm p) {
     using L = Layout<kFormat>;
@@ -69,7 +140,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) packed_tiles(const PackedGemm
         const Item item = item_of(p, item_index, kTileTokens);
         const int first_tile = ((unit - item_index * row_groups) * kTileWarps + warp) * kRowTiles;
         TileCopies<kFormat> copies;
-        const unsigned char* scales[kRowTiles];
+        TileSums<kFormat> sums = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int column = thread / 8 + 32 * i;
@@ -84,7 +155,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) packed_tiles(const PackedGemm
             const int tile = first_tile + r < p.tiles ? first_tile + r : p.tiles - 1;
             const int64_t block = (static_cast<int64_t>(item.group) * p.tiles + tile) * p.blocks;
             copies.codes[r] = p.codes + block * kBlockBytes + lane * 16;
-            scales[r] = p.scales + block * L::kScaleBytes + L::scale_offset(g, t);
+            sums.scales[r] = p.scales + block * L::kScaleBytes + L::scale_offset(g, t);
         }
         sync_block();  // the stages of the previous unit are still being read
 #pragma unroll 1
@@ -92,64 +163,15 @@ __global__ void __launch_bounds__(kTileThreads, 1) packed_tiles(const PackedGemm
             if (s < num_stages) copies.issue(shared_memory() + s * S::kBytes, s);
             commit_copies();
         }
-        float acc[kRowTiles][kTileTokens / 8][4] = {};
-        uint2 fields[kRowTiles], later[kRowTiles];
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) later[r] = load_global8(scales[r]);
-
-#pragma unroll 1
-        for (int stage = 0; stage < num_stages; ++stage) {
-            wait_copies<kTileStages - 2>();
-            sync_block();  // everyone's tokens of this stage are there, and the stage before has been read
-            const int ahead = stage + kTileStages - 1;
-            if (ahead < num_stages) copies.issue(shared_memory() + ahead % kTileStages * S::kBytes, ahead);
-            commit_copies();
-            if (stage % S::kPerBlock == 0) {
-                const int block = stage / S::kPerBlock + 1 < p.blocks ? stage / S::kPerBlock + 1 : 0;
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) {
-                    fields[r] = later[r];
-                    later[r] = load_global8(scales[r] + block * L::kScaleBytes);
-                }
-            }
-            const unsigned char* now = shared_memory() + stage % kTileStages * S::kBytes;
-            uint32_t a[kRowTiles][4][4];
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-                for (int c = 0; c < S::kChunks; ++c) {
-                    const int q = stage % S::kPerBlock * S::kChunks + c;
-                    const uint32_t upper = factor(fields[r].x, q), lower = factor(fields[r].y, q);
-                    const uint4 packed = load_shared16(now + kTokenBytes + warp * S::kWarpBytes + (r * S::kChunks + c) * 512 + lane * 16);
-                    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-                    for (int s = 0; s < 4 / S::kChunks; ++s) L::decode(words, s, upper, lower, a[r][c * (4 / S::kChunks) + s]);
-                }
-            }
-#pragma unroll
-            for (int pair = 0; pair < kTileTokens / 16; ++pair) {
-                if (pair * 16 >= item.count) break;
-                uint4 values[2][2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const int token = pair * 16 + j * 8 + g;
-#pragma unroll
-                    for (int v = 0; v < 2; ++v) {
-                        values[j][v] = load_shared16(now + token * 128 + (S::piece(t, v) ^ (g % 2 * S::kSwap)) * 16);
-                    }
-                }
-#pragma unroll
-                for (int s = 0; s < 4; ++s) {
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const uint4 both = values[j][s / 2];
-#pragma unroll
-                        for (int r = 0; r < kRowTiles; ++r) {
-                            mma_bf16(acc[r][pair * 2 + j], a[r][s], s % 2 ? both.z : both.x, s % 2 ? both.w : both.y);
-                        }
-                    }
-                }
-            }
+        // Tokens behind the item's last one are whatever the stage holds: their columns are not stored.
+        if (item.count <= 32) {
+            multiply<kFormat, 2>(p, copies, sums, num_stages);
+        } else if (item.count <= 64) {
+            multiply<kFormat, 4>(p, copies, sums, num_stages);
+        } else if (item.count <= 80) {
+            multiply<kFormat, 5>(p, copies, sums, num_stages);
+        } else {
+            multiply<kFormat, 8>(p, copies, sums, num_stages);
         }
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
@@ -157,8 +179,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) packed_tiles(const PackedGemm
 #pragma unroll
             for (int j = 0; j < kTileTokens / 8; ++j) {
                 if (j * 8 >= item.count) break;
-                store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t, g, acc[r][j][0], acc[r][j][2]);
-                store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t + 1, g, acc[r][j][1], acc[r][j][3]);
+                store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t, g, sums.acc[r][j][0], sums.acc[r][j][2]);
+                store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t + 1, g, sums.acc[r][j][1], sums.acc[r][j][3]);
             }
         }
     }

@@ -1,8 +1,9 @@
 // One token per row of logits without sorting and without the host: the largest logit, or a draw from the tempered distribution with
 // given random numbers (engine/draws.py is the definition).
 //
-// Three launches. `survey` finds each row's maximum and the sum of its exponentials, `weigh` turns logits into probabilities on the way
-// and lets them race, or adds their fixed-point weights, `decide` picks. Rows are cut into kSplits pieces of ids; what the pieces find
+// Three launches, or four. `survey` finds each row's maximum and the sum of its exponentials, `find_cuts` the least probable id that top-k and
+// top-p leave (a search over the digits of the probabilities), `weigh` turns logits into probabilities on the way and lets them race, or
+// adds their fixed-point weights, `decide` picks. Rows are cut into kSplits pieces of ids; what the pieces find
 // is combined in their order, so a row's token depends on that row alone.
 #include "warp.cuh"
 
@@ -27,6 +28,10 @@ struct SampleRows {
     double* times;             // [R, kSplits] shortest waiting time of each piece
     int* time_ids;             // [R, kSplits]
     int64_t* weights;          // [R, kSplits] sum of fixed-point weights of each piece
+    const int64_t* top_p;      // [R] in fixed point, or null where no row has a filter; 2^32 for none
+    const int* top_k;          // [R]; num_ids for none
+    const float* min_p;        // [R]; 0 for none
+    int* cuts;                 // [R, 2] bits of the least probability that stays, and the last id that stays at it
     int64_t row_stride;
     int num_rows, num_ids;
 };
@@ -52,23 +57,38 @@ __device__ __forceinline__ float rescaled(float sum, float from, float to, float
     return from == to || sum == 0.0f ? sum : sum * expf((from - to) / temperature);
 }
 
+// Calls `use` with every id of [begin, end) that is this thread's, and its logit. Several logits are under way at a time.
+template <class Use>
+__device__ __forceinline__ void for_logits(const float* logits, int begin, int end, int num_threads, Use use) {
+    constexpr int kAtOnce = 8;
+    int id = begin + static_cast<int>(threadIdx.x);
+    for (; id + (kAtOnce - 1) * num_threads < end; id += kAtOnce * num_threads) {
+        float values[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) values[i] = logits[id + i * num_threads];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) use(id + i * num_threads, values[i]);
+    }
+    for (; id < end; id += num_threads) use(id, logits[id]);
+}
+
 __global__ void __launch_bounds__(kSampleThreads) survey(const SampleRows p) {
     const int row = blockIdx.x / kSplits, split = blockIdx.x % kSplits, thread = threadIdx.x;
     const float* logits = p.logits + row * p.row_stride;
     const Piece piece = piece_of(p.num_ids, split);
-    const float temperature = p.modes[row] == kGreedy ? 1.0f : p.temperature[row];
+    const bool greedy = p.modes[row] == kGreedy;
+    const float temperature = greedy ? 1.0f : p.temperature[row], inverse = 1.0f / temperature;
     float top = -INFINITY, sum = 0;
     int top_id = 0x7FFFFFFF;
-    for (int id = piece.begin + thread; id < piece.end; id += kSampleThreads) {
-        const float logit = logits[id];
+    for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
         if (above(logit, id, top, top_id)) {
             sum = rescaled(sum, top, logit, temperature) + (logit > -INFINITY ? 1.0f : 0.0f);
             top = logit;
             top_id = id;
-        } else if (logit > -INFINITY) {
-            sum += expf((logit - top) / temperature);
+        } else if (!greedy && logit > -INFINITY) {
+            sum += expf((logit - top) * inverse);
         }
-    }
+    });
     float* tops = reinterpret_cast<float*>(shared_memory());
     float* sums = tops + kSampleThreads;
     int* ids = reinterpret_cast<int*>(sums + kSampleThreads);
@@ -121,7 +141,147 @@ __device__ __forceinline__ uint64_t number_of(int64_t key, int id) {
     return (x ^ (x >> 31)) >> 11;
 }
 
+// -log(1 - number / 2^53), less at most a thousandth of it; 0 where fp32 has too few digits for it.
+__device__ __forceinline__ float rough_time(uint64_t number) {
+    const float u = static_cast<float>(number) * 1.1102230246251565e-16f;  // 2^-53
+    if (u < 0.05f) return u * (1.0f + u * (0.5f + u * 0.33333f)) * 0.9999f;
+    return u < 0.99f ? -quick_log(1.0f - u) * 0.9999f : 0.0f;
+}
+
 __device__ __forceinline__ int64_t fixed_point(float probability) { return static_cast<int64_t>(probability * 2147483648.0f); }
+
+// The probability of an id, 0 when a filter drops it.
+struct Probabilities {
+    float per_temperature, top, per_sum, least;
+    int cut, cut_id;
+
+    __device__ __forceinline__ float all(float logit) const { return expf((logit - top) * per_temperature) * per_sum; }
+    __device__ __forceinline__ float operator()(int id, float logit) const {
+        const float p = all(logit);
+        const int bits = bits_of(p);
+        return (bits > cut || (bits == cut && id <= cut_id)) && p >= least ? p : 0.0f;
+    }
+};
+
+__device__ __forceinline__ Probabilities probabilities_of(const SampleRows& p, int row, const Summary& all, float temperature) {
+    Probabilities result = {1.0f / temperature, all.top, 1.0f / all.sum, 0.0f, 0, 0x7FFFFFFF};
+    if (p.top_p != nullptr) {
+        result.cut = p.cuts[2 * row];
+        result.cut_id = p.cuts[2 * row + 1];
+        result.least = p.min_p[row] * result.per_sum;  // the largest probability is exp(0) of the sum
+    }
+    return result;
+}
+
+constexpr int kCutThreads = 1024;
+constexpr int kDigitBits = 11;
+constexpr int kBins = 1 << kDigitBits;  // 31 bits of a positive number: digits of 11, 11 and 9 bits
+
+// Sums over the threads before this one. buffer: kCutThreads numbers.
+__device__ __forceinline__ int64_t sum_before(int64_t value, int64_t* buffer) {
+    const int thread = threadIdx.x;
+    buffer[thread] = value;
+    sync_block();
+    for (int step = 1; step < kCutThreads; step *= 2) {
+        const int64_t below = thread >= step ? buffer[thread - step] : 0;
+        sync_block();
+        buffer[thread] += below;
+        sync_block();
+    }
+    const int64_t sum = buffer[thread] - value;
+    sync_block();
+    return sum;
+}
+
+// In the order of falling probability, ties by id, every filter keeps a prefix: an id stays when fewer than top_k ids are before it and
+// their weights do not exceed top_p. Three rounds find the level at which that ends, digit by digit; ties at that level are counted off.
+__global__ void __launch_bounds__(kCutThreads) find_cuts(const SampleRows p) {
+    const int row = blockIdx.x, thread = threadIdx.x;
+    const int64_t most = p.top_p[row], count_limit = p.top_k[row];
+    if (p.modes[row] == kGreedy || (most >= (int64_t{1} << 32) && count_limit >= p.num_ids)) {
+        if (thread == 0) {
+            p.cuts[2 * row] = 0;
+            p.cuts[2 * row + 1] = 0x7FFFFFFF;
+        }
+        return;
+    }
+    const float temperature = p.temperature[row];
+    const Summary summary = summarise(p, row, temperature);
+    const float* logits = p.logits + row * p.row_stride;
+    const Probabilities probability = {1.0f / temperature, summary.top, 1.0f / summary.sum, 0.0f, 0, 0};
+    int64_t* buffer = reinterpret_cast<int64_t*>(shared_memory());
+    int64_t* found = buffer + kCutThreads;  // digit, and count and weight before it
+    unsigned* counts = reinterpret_cast<unsigned*>(found + 3);
+    unsigned* masses = counts + kBins;  // the weights of a row add up to less than 2^32
+    int prefix = 0;
+    int64_t count_before = 0, mass_before = 0;
+    for (int shift = 20; shift >= 0; shift = shift == 20 ? 9 : shift - 9) {
+        const int bits = shift == 0 ? 9 : kDigitBits, bins = 1 << bits;
+        for (int bin = thread; bin < kBins; bin += kCutThreads) counts[bin] = masses[bin] = 0;
+        if (thread == 0) found[0] = -1;
+        sync_block();
+        for_logits(logits, 0, p.num_ids, kCutThreads, [&](int, float logit) {
+            const float value = probability.all(logit);
+            const int level = bits_of(value);
+            if ((level >> (shift + bits)) != prefix) return;
+            const int bin = bins - 1 - (level >> shift & (bins - 1));  // the most probable first
+            atomic_add_shared(&counts[bin], 1u);
+            const unsigned weight = static_cast<unsigned>(fixed_point(value));
+            if (weight != 0) atomic_add_shared(&masses[bin], weight);
+        });
+        sync_block();
+        const int first = 2 * thread;
+        const int64_t count = int64_t{counts[first]} + counts[first + 1], mass = int64_t{masses[first]} + masses[first + 1];
+        int64_t count_here = count_before + sum_before(count, buffer), mass_here = mass_before + sum_before(mass, buffer);
+        for (int bin = first; bin < first + 2; ++bin) {
+            const int64_t count_after = count_here + counts[bin], mass_after = mass_here + masses[bin];
+            const bool open = count_here < count_limit && mass_here <= most;
+            if (open && counts[bin] != 0 && (count_after >= count_limit || mass_after > most)) {
+                found[0] = bins - 1 - bin;
+                found[1] = count_here;
+                found[2] = mass_here;
+            }
+            count_here = count_after;
+            mass_here = mass_after;
+        }
+        sync_block();
+        if (found[0] < 0) break;  // in the first round only: everything stays
+        prefix = prefix << bits | static_cast<int>(found[0]);
+        count_before = found[1];
+        mass_before = found[2];
+        sync_block();
+    }
+    if (found[0] < 0) {
+        if (thread == 0) {
+            p.cuts[2 * row] = 0;
+            p.cuts[2 * row + 1] = 0x7FFFFFFF;
+        }
+        return;
+    }
+    // How many ids of exactly this probability stay: those with fewer than top_k before them and at most top_p of weight.
+    const float value = value_of(prefix);
+    const int64_t weight = fixed_point(value);
+    int64_t stay = count_limit - count_before;
+    if (weight > 0 && (most - mass_before) / weight + 1 < stay) stay = (most - mass_before) / weight + 1;
+    const int share = (p.num_ids + kCutThreads - 1) / kCutThreads;
+    const int begin = thread * share, end = begin + share < p.num_ids ? begin + share : p.num_ids;
+    int64_t ties = 0;
+    for (int id = begin; id < end; ++id) ties += bits_of(probability.all(logits[id])) == prefix;
+    int64_t before = sum_before(ties, buffer);
+    if (thread == 0) {
+        p.cuts[2 * row] = prefix;
+        p.cuts[2 * row + 1] = 0x7FFFFFFF;
+    }
+    sync_block();
+    if (before < stay && stay <= before + ties) {
+        for (int id = begin; id < end; ++id) {
+            if (bits_of(probability.all(logits[id])) == prefix && ++before == stay) {
+                p.cuts[2 * row + 1] = id;
+                break;
+            }
+        }
+    }
+}
 
 __global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
     const int row = blockIdx.x / kSplits, split = blockIdx.x % kSplits, thread = threadIdx.x, mode = p.modes[row];
@@ -129,14 +289,12 @@ __global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
     const float* logits = p.logits + row * p.row_stride;
     const Piece piece = piece_of(p.num_ids, split);
     const float temperature = p.temperature[row];
-    const Summary all = summarise(p, row, temperature);
+    const Probabilities probability = probabilities_of(p, row, summarise(p, row, temperature), temperature);
     unsigned char* shared = shared_memory();
     if (mode == kInverse) {
         int64_t* sums = reinterpret_cast<int64_t*>(shared);
         int64_t sum = 0;
-        for (int id = piece.begin + thread; id < piece.end; id += kSampleThreads) {
-            sum += fixed_point(expf((logits[id] - all.top) / temperature) / all.sum);
-        }
+        for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) { sum += fixed_point(probability(id, logit)); });
         sums[thread] = sum;
         for (int half = kSampleThreads / 2; half > 0; half /= 2) {
             sync_block();
@@ -149,20 +307,18 @@ __global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
     double best = INFINITY;
     float bar = INFINITY;  // what a time in fp32 has to stay below to be worth the exact one
     int best_id = 0x7FFFFFFF;
-    for (int id = piece.begin + thread; id < piece.end; id += kSampleThreads) {
-        const float probability = expf((logits[id] - all.top) / temperature) / all.sum;
+    for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
+        const float chance = probability(id, logit);
+        if (!(chance > 0.0f)) return;
         const uint64_t number = number_of(key, id);
-        const float rough = static_cast<float>(number) * 1.1102230246251565e-16f;  // 2^-53
-        // Close to 1 the rough number has too few digits for its logarithm.
-        if (rough < 0.999f && -log1pf(-rough) > bar * probability) continue;
-        if (!(probability > 0.0f)) continue;
-        const double time = -log1p(-((static_cast<double>(number) + 0.5) * 0x1p-53)) / static_cast<double>(probability);
+        if (rough_time(number) > bar * chance) return;
+        const double time = -log1p(-((static_cast<double>(number) + 0.5) * 0x1p-53)) / static_cast<double>(chance);
         if (time < best || (time == best && id < best_id)) {
             best = time;
             best_id = id;
-            bar = static_cast<float>(time) * 1.0001f;
+            bar = static_cast<float>(time) * 1.001f;
         }
-    }
+    });
     double* times = reinterpret_cast<double*>(shared);
     int* ids = reinterpret_cast<int*>(times + kSampleThreads);
     times[thread] = best;
@@ -185,11 +341,12 @@ __global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
 
 // The first id of a piece whose cumulated weight exceeds what is left of the target.
 __device__ __forceinline__ int locate(const SampleRows& p, int row, int split, int64_t left, const Summary& all, float temperature) {
-    const float* logits = p.logits + row * p.row_stride;
+    const Probabilities probability = probabilities_of(p, row, all, temperature);
     const Piece piece = piece_of(p.num_ids, split);
     const int thread = threadIdx.x, share = (piece.end - piece.begin + kSampleThreads - 1) / kSampleThreads;
     const int begin = piece.begin + thread * share, end = begin + share < piece.end ? begin + share : piece.end;
-    const auto weight = [&](int id) { return fixed_point(expf((logits[id] - all.top) / temperature) / all.sum); };
+    const float* logits = p.logits + row * p.row_stride;
+    const auto weight = [&](int id) { return fixed_point(probability(id, logits[id])); };
     int64_t* sums = reinterpret_cast<int64_t*>(shared_memory());
     int* found = reinterpret_cast<int*>(sums + kSampleThreads);
     int64_t sum = 0;
@@ -251,6 +408,10 @@ extern "C" int dix_sample_rows(const dix::SampleRows* p, void* stream) {
     if (p->num_ids < 1) return cudaErrorInvalidValue;
     if (p->num_rows == 0) return cudaSuccess;
     DIX_LAUNCH(survey, p->num_rows * kSplits, kSampleThreads, kSampleThreads * 12, s, *p);
+    if (p->top_p != nullptr) {
+        constexpr int kShared = (kCutThreads + 3) * 8 + 2 * kBins * 4;
+        DIX_LAUNCH(find_cuts, p->num_rows, kCutThreads, kShared, s, *p);
+    }
     DIX_LAUNCH(weigh, p->num_rows * kSplits, kSampleThreads, kSampleThreads * 12, s, *p);
     DIX_LAUNCH(decide, p->num_rows, kSampleThreads, kSampleThreads * 8 + 8, s, *p);
     return cudaGetLastError();

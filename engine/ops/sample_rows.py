@@ -22,16 +22,29 @@ class Mode(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Filters:
+    """Per row: top_p [R] int64 in fixed point (2 * FIXED_ONE for none), top_k [R] int32 (at least num_ids for none), min_p [R] fp32 (0)."""
+
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
-    """Per row: temperature [R] fp32 (above 0 unless greedy), modes [R] int32, numbers [R] int64 (a race's key, or 53 random bits)."""
+    """Per row: temperature [R] fp32 (above 0 unless greedy), modes [R] int32, numbers [R] int64 (a race's key, or 53 random bits).
+
+    filters: None where no row has one; greedy rows ignore theirs.
+    """
 
     temperature: Tensor
     modes: Tensor
     numbers: Tensor
+    filters: Filters | None = None
 
 
 def sample_rows(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
-    """Token of every row, from the ids below `num_ids`, without filters. Ties of greedy rows go to the lower id.
+    """Token of every row, from the ids below `num_ids`. Ties of greedy rows go to the lower id, filters as in `engine/sampler.py`.
 
     logits: [R, V] fp32, rows may be strided. Returns ids [R] int64, always below `num_ids`, and the largest logit [R] fp32, NaN where a
     logit is NaN: what a row without a finite maximum chooses means nothing.
@@ -48,9 +61,21 @@ def _reference(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tens
     probs = torch.softmax((logits - best[:, None]) / temperature[:, None], dim=-1)
     # Rows that are not drawn get some distribution: every row runs through both ways, and the host never asks which it wants.
     probs = torch.where(best.isfinite()[:, None], probs, 1.0 / num_ids)
+    if draws.filters is not None:
+        probs = _filtered(probs, draws.filters)
     ids = torch.where(draws.modes == Mode.RACE, race(probs, draws.numbers), ids)
     ids = torch.where(draws.modes == Mode.INVERSE, inverse_cdf(fixed_point(probs), draws.numbers & (2**53 - 1)), ids)
     return ids.clamp(0, num_ids - 1), best
+
+
+def _filtered(probs: Tensor, filters: Filters) -> Tensor:
+    """Zero what the filters drop: in the order of falling probability, ties by lower id, each keeps a prefix. Not renormalised."""
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    weights = fixed_point(ordered)
+    keep = weights.cumsum(dim=-1) - weights <= filters.top_p[:, None]
+    keep &= torch.arange(ordered.shape[-1], device=probs.device) < filters.top_k[:, None]
+    keep &= ordered >= filters.min_p[:, None] * ordered[:, :1]
+    return torch.zeros_like(probs).scatter_(-1, ids, torch.where(keep, ordered, 0.0))
 
 
 SAMPLE_ROWS = Op("sample_rows", reference=_reference, cuda="engine.ops.cuda.sample_rows:launch", tolerance=Tolerance())

@@ -185,6 +185,10 @@ inline uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
     return result;
 }
 inline uint32_t rotate_left(uint32_t x, int bits) { return std::rotl(x, bits); }
+inline void atomic_add_shared(unsigned* counter, unsigned value) { *counter += value; }
+inline float quick_log(float x) { return std::log(x); }
+inline int bits_of(float x) { return std::bit_cast<int>(x); }
+inline float value_of(int bits) { return std::bit_cast<float>(bits); }
 inline int atomic_add_shared(int* counter, int value) { return (*counter += value) - value; }
 inline void sync_block() {
     const int round = emulator::barrier_round;

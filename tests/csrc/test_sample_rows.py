@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from engine.draws import FIXED_ONE
 from engine.ops.cuda.sample_rows import run_rows
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
 from engine.random_keys import draws53, race_keys
 from tests.csrc.emulated import emulated_kernels
 
@@ -37,6 +38,39 @@ def test_rows_draw_the_tokens_of_the_definition(run, num_ids, width, temperature
     want_ids, want_best = SAMPLE_ROWS.reference(logits, wanted, num_ids)
     assert ids.tolist() == want_ids.tolist()
     assert torch.equal(best, want_best)
+
+
+FILTERS = [(0.9, 0, 0.0), (1.0, 5, 0.0), (1.0, 0, 0.2), (0.5, 3, 0.0), (0.05, 0, 0.0), (1.0, 1, 0.0), (0.7, 40, 0.01), (1.0, 0, 0.0)]
+
+
+@pytest.mark.parametrize("levels", [None, 4])
+def test_filtered_rows_draw_the_tokens_of_the_definition(run, levels):
+    """Also where many ids share a probability, so that a filter ends among ties."""
+    num_ids, modes = 1100, [Mode.RACE, Mode.INVERSE] * len(FILTERS)
+    logits = torch.randn(len(modes), num_ids) * 2
+    if levels:
+        logits = (logits * levels / 4).round() * 4 / levels
+    plain = draws(modes, 0.8)
+    both = [f for f in FILTERS for _ in range(2)]
+    filters = Filters(
+        torch.tensor([int(p * FIXED_ONE) if p < 1 else 2 * FIXED_ONE for p, _, _ in both]),
+        torch.tensor([k or 2**31 - 1 for _, k, _ in both], dtype=torch.int32),
+        torch.tensor([m for _, _, m in both]),
+    )
+    wanted = Draws(plain.temperature, plain.modes, plain.numbers, filters)
+    ids, _ = run_rows(run, 0, logits, wanted, num_ids)
+    assert ids.tolist() == SAMPLE_ROWS.reference(logits, wanted, num_ids)[0].tolist()
+
+
+def test_a_filter_among_ties_keeps_the_lower_ids(run):
+    logits = torch.zeros(1, 900)
+    logits[0, 500:] = 1.0
+    for k in (1, 37, 400, 401):
+        filters = Filters(torch.tensor([2 * FIXED_ONE]), torch.tensor([k], dtype=torch.int32), torch.zeros(1))
+        # The largest number falls on the last id that stays.
+        last = Draws(torch.ones(1), torch.tensor([Mode.INVERSE], dtype=torch.int32), torch.tensor([2**53 - 1]), filters)
+        ids, _ = run_rows(run, 0, logits, last, 900)
+        assert ids.tolist() == SAMPLE_ROWS.reference(logits, last, 900)[0].tolist()
 
 
 def test_ties_go_to_the_lower_id_and_draws_follow_the_distribution(run):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from engine.draws import FIXED_ONE
 from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
 from engine.ops.packed_linear import PACKED_LINEAR
 from engine.ops.packed_weights import Format, PackedWeights, pack_fp8, pack_gate_up
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -90,12 +91,18 @@ def test_dense_products(shape, tokens):
     assert torch.equal(got, PACKED_LINEAR(x, weights))
 
 
+@pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_drawn_tokens(temperature):
+def test_drawn_tokens(temperature, filtered):
     logits = torch.randn(96, VOCAB, device="cuda") * 4
     modes = torch.tensor([Mode.GREEDY, Mode.RACE, Mode.INVERSE] * 32, dtype=torch.int32, device="cuda")
     numbers = torch.randint(0, 2**53, (96,), device="cuda")
-    draws = Draws(torch.full((96,), temperature, device="cuda"), modes, numbers)
+    filters = Filters(
+        torch.tensor([int(0.9 * FIXED_ONE), 2 * FIXED_ONE] * 48, device="cuda"),
+        torch.tensor([50, 2**31 - 1, 2**31 - 1] * 32, dtype=torch.int32, device="cuda"),
+        torch.full((96,), 1e-4, device="cuda"),
+    )
+    draws = Draws(torch.full((96,), temperature, device="cuda"), modes, numbers, filters if filtered else None)
     ids, best = SAMPLE_ROWS(logits, draws, VOCAB - 80)
     want, top = SAMPLE_ROWS.reference(logits, draws, VOCAB - 80)
     assert torch.equal(best, top)

@@ -38,7 +38,10 @@ class SampleArguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "modes", "numbers", "ids", "best")),
-        *((name, ctypes.c_void_p) for name in ("tops", "top_ids", "sums", "times", "time_ids", "weights")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tops", "top_ids", "sums", "times", "time_ids", "weights", "top_p", "top_k", "min_p", "cuts")
+        ),
         ("row_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("num_rows", "num_ids")),
     ]

@@ -1,4 +1,4 @@
-"""Tokens from logits in three launches: survey, weigh, decide."""
+"""Tokens from logits in three launches, survey, weigh and decide, or four with filters."""
 
 from __future__ import annotations
 
@@ -45,5 +45,9 @@ def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: i
         num_rows=rows,
         num_ids=num_ids,
     )
+    if draws.filters is not None:
+        kept = [part.contiguous() for part in (draws.filters.top_p, draws.filters.top_k, draws.filters.min_p)]
+        cuts = torch.empty(rows, 2, dtype=torch.int32, device=device)
+        arguments.top_p, arguments.top_k, arguments.min_p, arguments.cuts = (part.data_ptr() for part in (*kept, cuts))
     check_launch(run.sample(ctypes.byref(arguments), stream), "sample_rows")
     return ids, best
