@@ -29,10 +29,10 @@ class Problem:
         for seq, (keys, count) in enumerate(zip(self.keys, pages, strict=True)):
             table[seq, :count] = order[used : used + count]
             used += count
-            for entry, row in enumerate(pack_index_rows(keys)):
-                block, place = blocks[table[seq, entry // per_block]], entry % per_block
-                block[offset + place * (width // 2) :][: width // 2] = row[: width // 2]
-                block[offset + per_block * (width // 2) + place * (width // 32) :][: width // 32] = row[width // 2 :]
+            entry, packed, data = torch.arange(len(keys)), pack_index_rows(keys), width // 2
+            block, place, middle = table[seq, entry // per_block], entry % per_block, offset + per_block * data
+            for begin, part in ((offset, packed[:, :data]), (middle, packed[:, data:])):
+                blocks[:, begin : begin + per_block * part.shape[1]].unflatten(1, (per_block, -1))[block, place] = part
         self.paged = PagedIndexKeys(blocks.to(device), offset, per_block, table.to(device))
         seq = torch.arange(len(lens)).repeat_interleave(rows_per_seq)
         back = torch.arange(rows_per_seq).flip(0).repeat(len(lens))

@@ -13,7 +13,7 @@ from engine.ops.row_attention import ROW_ATTENTION, PackedKeys, row_attention
 _HEADS, _WIDTH, _ROTARY, _WINDOW, _TOPK = 64, 512, 64, 128, 512
 
 
-def _problem(setting: Setting, rows: int, shared_keys: bool) -> tuple[torch.Tensor, torch.Tensor, list[PackedKeys], torch.Tensor]:
+def make_problem(setting: Setting, rows: int, shared_keys: bool) -> tuple[torch.Tensor, torch.Tensor, list[PackedKeys], torch.Tensor]:
     """shared_keys: queries of one sequence pick from the same entries, as in prefill; else every row has its own."""
     heads, width, rotary, window, topk = (4, 64, 16, 16, 12) if setting.small else (_HEADS, _WIDTH, _ROTARY, _WINDOW, _TOPK)
     generator = setting.generator()
@@ -50,7 +50,7 @@ def _attention(id: str, rows: int, target: Target, *, shared_keys: bool = False)
         num_bytes = count * (2 * heads * width * 2 + (0 if shared_keys else keys_bytes))
         if shared_keys:
             num_bytes += 4096 * entry_row_bytes(width) + (count + window) * window_row_bytes(width)
-        made = [_problem(setting, count, shared_keys) for _ in range(min(8, num_copies(num_bytes, setting)))]
+        made = [make_problem(setting, count, shared_keys) for _ in range(min(8, num_copies(num_bytes, setting)))]
         scale = width**-0.5
         ROW_ATTENTION.use(ROW_ATTENTION.backends()[0] if setting.device == "cuda" else "reference")
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from deepinfer_cli.opbench.case import Call, Case, Prepared, Setting, Target, num_copies, relative_error
-from engine.ops.cache_rows import index_row_bytes, pack_index_rows
+from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, pack_index_rows
+from engine.ops.compress_entries import (
+    COMPRESS_ENTRIES,
+    STORE_INDEX_KEYS,
+    IndexPlaces,
+    PairSource,
+    compress_entries,
+    store_index_keys,
+)
 from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys, ascending
 from engine.ops.q4_index import q4_index
 from engine.ops.select_topk import SELECT_TOPK
@@ -82,9 +90,45 @@ def _topk(rows: int, columns: int, target: Target) -> Case:
     return Case("k.topk", {"rows": rows, "columns": columns}, prepare, target)
 
 
+def _compress(tokens: int, target: Target) -> Case:
+    """Everything of a ratio-2 source layer behind its large product: pool, norm, rotation, packing, the index product, its key."""
+
+    def prepare(setting: Setting) -> Prepared:
+        width, key_width, per_block, rotary = (64, 32, 16, 8) if setting.small else (512, _WIDTH, 64, 32)
+        entries, device = max(1, tokens // 2), setting.device
+        for op in (COMPRESS_ENTRIES, STORE_INDEX_KEYS):
+            op.use(op.backends()[0] if device == "cuda" else "reference")
+        pages = -(-entries // per_block)
+        kv_rows = torch.empty(pages * per_block, entry_row_bytes(width), dtype=torch.uint8, device=device)
+        blocks = torch.empty(pages, -(-per_block * index_row_bytes(key_width) // 128) * 128, dtype=torch.uint8, device=device)
+        number = torch.arange(entries, device=device)
+        places = IndexPlaces(blocks, 0, per_block, number // per_block, number % per_block)
+        rot = torch.polar(torch.ones(entries, rotary, device=device), number[:, None] * torch.rand(rotary, device=device))
+        ones, key_ones = setting.normal(width, std=0.0) + 1, setting.normal(key_width, std=0.0) + 1
+        wk = setting.normal(key_width, width, std=width**-0.5)
+        num_bytes = tokens * 2 * width * 4 + entries * (entry_row_bytes(width) + index_row_bytes(key_width)) + wk.numel() * 2
+        inputs = [setting.normal(2 * entries, 2 * width, dtype=torch.float32) for _ in range(min(16, num_copies(num_bytes, setting)))]
+        pairs = PairSource(inputs[0], None, 2 * number, 2 * number + 1)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            latent = compress_entries(x, pairs, ones, 1e-20, rot, kv_rows, number)
+            store_index_keys(torch.nn.functional.linear(latent, wk), key_ones, 1e-20, rot, places)
+            return latent
+
+        def check() -> tuple[float, float]:
+            wanted = COMPRESS_ENTRIES.reference(inputs[0], pairs, ones, 1e-20, rot, torch.empty_like(kv_rows), number)
+            return relative_error(run(inputs[0]), wanted), COMPRESS_ENTRIES.tolerance.bf16
+
+        return Prepared([lambda x=x: run(x) for x in inputs], num_bytes, check=check)  # type: ignore[misc]
+
+    return Case("k.compress", {"tokens": tokens}, prepare, target)
+
+
 CASES = [
     _scores(8, 131_072, Target("floor", 0.35, 0.5)),
     _scores(64, 131_072, Target("floor", 0.45, 0.7)),
     *(_topk(rows, 65_536, Target("time", 30, 15, {"torch.topk": 2.0})) for rows in (1, 8)),
     _topk(64, 65_536, Target("time", 60, 40, {"torch.topk": 4.0})),
+    _compress(8, Target("time", 12, 6)),
+    _compress(4096, Target("copy", 0.55, 0.75)),
 ]

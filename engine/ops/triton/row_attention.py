@@ -109,10 +109,10 @@ def _load_entry_rows(rows_ptr, index, present, D2: tl.constexpr, FAST: tl.conste
 def _attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, second_ptr, second_index_ptr, sink_ptr, out_ptr, planes_ptr, part_ptr, stat_ptr,
     H, W, K, scale,
-    HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, ALONE: tl.constexpr,
     SECOND_FP8: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     heads = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     half, lane = tl.arange(0, D2), tl.arange(0, N)
     _rotate_query(q_ptr, rot_ptr, planes_ptr, row, heads, H, D2, R2)
@@ -125,7 +125,7 @@ def _attend(
     oo = tl.zeros((HEADS, D2), tl.float32)
     window_tiles = tl.cdiv(W, N)
     tiles = window_tiles + tl.cdiv(K, N)
-    begin, end = split * tiles // SPLITS, (split + 1) * tiles // SPLITS
+    begin, end = split * tiles // splits, (split + 1) * tiles // splits
     for tile in tl.range(begin, tl.minimum(end, window_tiles), num_stages=STAGES):
         at = tile * N + lane
         index = tl.load(window_index_ptr + row * W + at, mask=at < W, other=-1).to(tl.int64)
@@ -141,12 +141,12 @@ def _attend(
         else:
             ke, ko = _load_entry_rows(second_ptr, index, present, D2, FAST)
         m, den, oe, oo = _absorb(qe, qo, ke, ko, present, scale, m, den, oe, oo, FAST)
-    if SPLITS == 1:
+    if ALONE:
         sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
         factor = SHRINK / (den + tl.exp2(sink * 1.4426950408889634 - m))
         _store_output(out_ptr, rot_ptr, row, heads, H, oe * factor[:, None], oo * factor[:, None], D2, R2)
     else:
-        place = (row * SPLITS + split) * H + heads
+        place = (row * splits + split) * H + heads
         tl.store(part_ptr + place[:, None] * (2 * D2) + half[None, :], oe, mask=heads[:, None] < H)
         tl.store(part_ptr + place[:, None] * (2 * D2) + D2 + half[None, :], oo, mask=heads[:, None] < H)
         tl.store(stat_ptr + place * 2, m, mask=heads < H)
@@ -154,21 +154,20 @@ def _attend(
 
 
 @triton.jit
-def _combine(
-    rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, SPLITS: tl.constexpr
-):
+def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr):
     """Join the parts of a row in the order of its keys, add the sink, turn back."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half, known = tl.arange(0, D2), heads < H
+    first = row * splits * H + heads
     m = tl.full((HEADS,), -1e30, tl.float32)
-    for split in tl.static_range(SPLITS):
-        m = tl.maximum(m, tl.load(stat_ptr + ((row * SPLITS + split) * H + heads) * 2, mask=known, other=-1e30))
+    for split in range(splits):
+        m = tl.maximum(m, tl.load(stat_ptr + (first + split * H) * 2, mask=known, other=-1e30))
     den = tl.exp2(tl.load(sink_ptr + heads, mask=known, other=0.0) * 1.4426950408889634 - m)
     even = tl.zeros((HEADS, D2), tl.float32)
     odd = tl.zeros((HEADS, D2), tl.float32)
-    for split in tl.static_range(SPLITS):
-        place = (row * SPLITS + split) * H + heads
+    for split in tl.range(splits, num_stages=4):
+        place = first + split * H
         share = tl.exp2(tl.load(stat_ptr + place * 2, mask=known, other=-1e30) - m)
         den += share * tl.load(stat_ptr + place * 2 + 1, mask=known, other=0.0)
         at = part_ptr + place[:, None] * (2 * D2) + half[None, :]
@@ -202,7 +201,7 @@ def launch(
     if splits > 1:
         part = q.new_empty(num_rows, splits, num_heads, width, dtype=torch.float32)
         stat = q.new_empty(num_rows, splits, num_heads, 2, dtype=torch.float32)
-    angles, shape = torch.view_as_real(rot), {"D2": width // 2, "R2": rot.shape[1], "SPLITS": splits}
+    angles, shape = torch.view_as_real(rot), {"D2": width // 2, "R2": rot.shape[1]}
     words, factor = out.view(torch.int32), scale * _LOG2E * SHRINK.value
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
@@ -210,17 +209,19 @@ def launch(
 
         attend[(num_rows, splits)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
-            num_window, num_second, factor, SPLITS=splits, num_warps=8,
+            num_window, num_second, factor, ALONE=splits == 1, num_warps=8,
         )  # fmt: skip
     else:
         _attend[(num_rows, splits, groups)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, out, part, stat,
-            num_heads, num_window, num_second, factor, HEADS=heads, N=tile, SECOND_FP8=second_fp8, FAST=not INTERPRETED,
+            num_heads, num_window, num_second, factor, HEADS=heads, N=tile, SECOND_FP8=second_fp8, ALONE=splits == 1, FAST=not INTERPRETED,
             STAGES=tuning.stages, num_warps=tuning.warps if heads == 64 else 4, **shape,
         )  # fmt: skip
     if splits > 1:
         few = 1 if num_rows * num_heads <= 1024 else min(4, heads)
-        _combine[(num_rows, triton.cdiv(num_heads, few))](angles, sink, part, stat, words, num_heads, HEADS=few, num_warps=4, **shape)
+        _combine[(num_rows, triton.cdiv(num_heads, few))](
+            angles, sink, part, stat, words, num_heads, splits, HEADS=few, num_warps=4, **shape
+        )
     return out
 
 

@@ -65,6 +65,10 @@ lop3.b32 m, s, 0x80008000, m, 0xea;
 mul.rn.bf16x2 $1, m, $3;
 }""")
 
+# Names that differ between releases of Triton.
+_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 HEADS, D2, R2, N = gl.constexpr(64), gl.constexpr(256), gl.constexpr(32), gl.constexpr(64)
 WINDOW_BYTES, ENTRY_BYTES = gl.constexpr(528), gl.constexpr(288)
 SHRINK = gl.constexpr(65536.0)
@@ -143,7 +147,11 @@ def _store_entries(words, scales, even, odd):
 @gluon.jit
 def _as_words(plane):
     """The same bytes of a plane [N, D/2] bf16 as int32 [N, D/4]: the swizzle counts bytes."""
-    return plane._reinterpret(gl.int32, [N, D2 // 2], _SHARED_WORDS)
+    if _PUBLIC_REINTERPRET:
+        words = plane.reinterpret(gl.int32, [N, D2 // 2], _SHARED_WORDS)
+    else:
+        words = plane._reinterpret(gl.int32, [N, D2 // 2], _SHARED_WORDS)
+    return words
 
 
 @gluon.jit
@@ -165,7 +173,7 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
     # Both warpgroups need the weights of all keys.
     weights.store(p.to(gl.bfloat16))
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
     oe = warpgroup_mma(weights, ke, warpgroup_mma_init(oe), is_async=True)
     oo = warpgroup_mma(weights, ko, warpgroup_mma_init(oo), is_async=True)
     return top, den, oe, oo
@@ -174,15 +182,15 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, scale, SPLITS: gl.constexpr,
+    W, K, scale, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """q, out: int32 [T, 64, 256] pairs of bf16. See `row_attention._attend` for the rest."""
-    row, split = gl.program_id(0).to(gl.int64), gl.program_id(1)
+    """q, out: int32 [T, 64, 256] pairs of bf16. ALONE: a row's keys are not split. See `row_attention._attend` for the rest."""
+    row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K
     window_tiles = gl.cdiv(W, N)
     tiles = window_tiles + gl.cdiv(K, N)
-    begin, end = split * tiles // SPLITS, (split + 1) * tiles // SPLITS
+    begin, end = split * tiles // splits, (split + 1) * tiles // splits
     first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
     last_window = gl.minimum(end, window_tiles)
 
@@ -213,7 +221,7 @@ def attend(
         ke, ko = keys.index(buffer), keys.index(buffer + 1)
         _store_window(words, exponents, _as_words(ke), _as_words(ko))
         fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
         words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(tile + 1 < last_window, W, 0), tile + 1)
         m, den, oe, oo = _absorb(qe, qo, ke, ko, weights, window_index_ptr, W, tile, scale, m, den, oe, oo)
         buffer ^= 2
@@ -221,7 +229,7 @@ def attend(
         ke, ko = keys.index(buffer), keys.index(buffer + 1)
         _store_entries(pairs, scales, _as_words(ke), _as_words(ko))
         fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
         pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(tile + 1 < last_entry, K, 0), tile + 1)
         m, den, oe, oo = _absorb(qe, qo, ke, ko, weights, entry_index_ptr, K, tile, scale, m, den, oe, oo)
         buffer ^= 2
@@ -231,7 +239,7 @@ def attend(
     head = gl.arange(0, HEADS, flat)
     half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, _OUTPUT)), 0)
     m, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
-    if SPLITS == 1:
+    if ALONE:
         factor = gl.expand_dims(SHRINK / (den + gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - m)), 1)
         even, odd = even * factor, odd * factor
         turned = half - (D2 - R2)
@@ -241,7 +249,7 @@ def attend(
         high = (odd * cos - even * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
         gl.store(out_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + half, low | (high << 16))
     else:
-        place = (row * SPLITS + split) * HEADS + head
+        place = (row * splits + split) * HEADS + head
         at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
         gl.store(at, even)
         gl.store(at + D2, odd)

@@ -1,0 +1,82 @@
+"""Compiles kernels of attention's side for SM90 on any machine: `python -m tests.ops.compile_kernels [NAME ...]`.
+
+Prints registers and shared bytes. Needs Triton, not a GPU, and a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.ops.triton import cache_rows, compress_entries, index_search, row_attention, select_topk
+
+# Shared memory that one program may have on SM90.
+MAX_SHARED_BYTES = 227 * 1024
+_BF16, _F32, _I32, _I64, _U8 = "*bf16", "*fp32", "*i32", "*i64", "*u8"
+
+_ATTEND = {"q_ptr": _I32, "rot_ptr": _F32, "window_ptr": _U8, "window_index_ptr": _I32, "second_ptr": _U8, "second_index_ptr": _I32,
+           "sink_ptr": _F32, "out_ptr": _I32, "planes_ptr": _BF16, "part_ptr": _F32, "stat_ptr": _F32, "scale": "fp32"}  # fmt: skip
+_HOPPER = {name.replace("second", "entry"): kind for name, kind in _ATTEND.items() if name != "planes_ptr"}
+_COMBINE = {name: _ATTEND[name] for name in ("rot_ptr", "sink_ptr", "part_ptr", "stat_ptr", "out_ptr")}
+_SELECT = {"score_ptr": _F32, "index_ptr": _I32, "count_ptr": _I64, "out_score_ptr": _F32, "out_index_ptr": _I32}
+_SCORE = {"q_ptr": _I32, "weight_ptr": _BF16, "seq_ptr": _I64, "count_ptr": _I64, "allowed_ptr": _I32, "block_ptr": _U8,
+          "table_ptr": _I64, "out_ptr": _F32}  # fmt: skip
+_COMPRESS = {"projected_ptr": _F32, "partial_ptr": _F32, "load_ptr": _I64, "first_ptr": _I64, "last_ptr": _I64, "norm_ptr": _BF16,
+             "rot_ptr": _F32, "latent_ptr": _BF16, "kv_ptr": _U8, "rows_ptr": _I64, "eps": "fp32"}  # fmt: skip
+_KEYS = {"raw_ptr": _BF16, "norm_ptr": _BF16, "rot_ptr": _F32, "block_ptr": _I64, "blocks_ptr": _U8, "place_ptr": _I64, "eps": "fp32"}
+_SHAPE = {"D2": 256, "R2": 32}
+
+# name -> kernel, types of its arguments (others are int32), constants, warps.
+KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
+    "attend": (
+        row_attention._attend,
+        _ATTEND,
+        _SHAPE | {"HEADS": 64, "N": 64, "ALONE": False, "SECOND_FP8": False, "FAST": True, "STAGES": 2},
+        8,
+    ),
+    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4}, 4),
+    "select": (select_topk._select, _SELECT, {"CHUNK": 8192, "K": 512, "HAS_INDEX": False, "HAS_COUNT": True, "LAST": False}, 16),
+    "score": (index_search._score, _SCORE, {"H": 32, "D2": 64, "N": 128, "SIZE": 8, "RESTRICTED": False, "FAST": True}, 4),
+    "pack": (cache_rows._pack, {"x_ptr": _BF16, "out_ptr": _U8}, {"KIND": 1, "D2": 256, "N": 2}, 4),
+    "compress": (compress_entries._compress, _COMPRESS, _SHAPE | {"PAIRS": True}, 4),
+    "store keys": (compress_entries._store_keys, _KEYS, {"D2": 64, "R2": 32}, 1),
+}
+
+
+def compile_kernel(name: str) -> Any:
+    """The compiled kernel of `KERNELS`, or of "attend hopper"."""
+    target = GPUTarget("cuda", 90, 32)
+    if name == "attend hopper":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from engine.ops.triton.row_attention_hopper import attend
+
+        return triton.compile(_source(GluonASTSource, attend, _HOPPER, {"ALONE": False}), target=target, options={"num_warps": 8})
+    kernel, types, constants, warps = KERNELS[name]
+    return triton.compile(_source(ASTSource, kernel, types, constants), target=target, options={"num_warps": warps})
+
+
+def _source(kind: Any, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Any:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    # Pointers are aligned and sizes divisible by 16, as at the released shape.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")}
+    return kind(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+
+
+def main() -> int:
+    for name in sys.argv[1:] or [*KERNELS, "attend hopper"]:
+        compiled = compile_kernel(name)
+        products = compiled.asm["ptx"].count("wgmma.mma_async")
+        print(f"{name:14s} {compiled.metadata.shared:7d} bytes shared, {products:3d} wgmma", flush=True)
+        assert compiled.metadata.shared <= MAX_SHARED_BYTES, f"{name} asks for {compiled.metadata.shared} bytes"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
