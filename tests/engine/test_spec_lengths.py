@@ -1,6 +1,7 @@
 """Lengths of verifications: budgets from synthetic cost curves, their distribution, and that they do not bias the output."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.sampler import Sampler, probabilities
-from engine.spec_costs import CostModel, Curve, measure
+from engine.spec_costs import CostModel, Curve, measure, step_timer
 from engine.spec_lengths import HOLD, PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
 from hicache.config import HiCacheConfig
 from tests.engine.fake_runner import FakeLimits, FakeRunner
@@ -96,6 +97,19 @@ def test_measuring_stops_when_its_time_is_over():
     runner = FakeRunner(LIMITS)
     measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=1.0)
     assert {batch.num_tokens for batch in runner.batches} == {1, 2}
+
+
+def test_a_curve_by_the_thread_s_own_time_does_not_see_neighbours():
+    """The wall clock jumps as on a busy machine; the timer counts what the runs themselves cost."""
+    runner, spent, rng = FakeRunner(LIMITS), [0.0], random.Random(1)
+    run, draft = runner.run, runner.draft
+    runner.run = lambda batch: (run(batch), spent.append(spent.pop() + 0.001 * batch.num_tokens))[0]
+    runner.draft = lambda slices: (draft(slices), spent.append(spent.pop() + 0.002 * len(slices)))[0]
+    cost = measure(runner, 5, PLACES, clock=lambda: rng.random(), timer=lambda: spent[0])
+    assert cost.step_s(np.array([1, 6, 24]), 4) == pytest.approx([0.001, 0.006, 0.024])
+    assert cost.draft_s(3) == pytest.approx(0.006)
+    assert step_timer("compiled") is time.thread_time
+    assert step_timer("eager") is step_timer("graphs") is time.perf_counter
 
 
 # ---- budgets
