@@ -26,7 +26,7 @@ LEAST_RESIDUALS = 10  # of one bucket, before it has a say
 SAMPLER_TIMES = 9
 LEAST_SAMPLER_TIMES = 5
 REPEATS = 5  # timed runs of one point, of which the fastest and the slowest are dropped
-MEASURE_S = 1.0  # start-up time for a curve; points that do not fit are extrapolated
+MEASURE_S = 0.5  # start-up time for a curve, which clients wait for; points that do not fit are extrapolated
 
 
 @dataclass(frozen=True, slots=True)

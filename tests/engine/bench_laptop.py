@@ -14,12 +14,7 @@ import time
 # Name -> what it shows, the module, its arguments, and those of a short run.
 PARTS = {
     "steps": ("compiled steps over eager ones", "tests.engine.bench_decode", [], ["--samples", "10"]),
-    "spec": (
-        "speculation over none, one stream",
-        "tests.engine.bench_speculation",
-        ["--streams", "1", "--rounds", "20"],
-        ["--rounds", "5"],
-    ),
+    "spec": ("speculation over none, whole answers, one stream", "tests.engine.bench_conversations", ["--rounds", "20"], ["--rounds", "5"]),
     "peer": ("transformers at equal dimensions", "tests.engine.bench_transformers", [], ["--rounds", "3"]),
     "null": ("the engine's own cost", "tests.engine.bench_engine", [], []),
     "neighbour": ("busy neighbour, engine", "tests.engine.bench_neighbour", [], ["--rounds", "4"]),

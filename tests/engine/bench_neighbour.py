@@ -73,18 +73,20 @@ def served(port):
             "prompt": f"Count from {number} on.",
             "max_tokens": TOKENS,
             "temperature": 0,
-            "stream": True,
             "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        reply, began, last = connection.getresponse(), None, 0.0
-        for line in reply:
+        times, usage = [], {}
+        for line in connection.getresponse():
             if line.startswith(b"data: {"):
-                last = time.perf_counter()
-                began = began or last
+                times.append(time.perf_counter())
+                usage = json.loads(line[6:]).get("usage") or usage
         connection.close()
-        return (TOKENS - 1) / (last - began)
+        assert usage.get("completion_tokens") == TOKENS, f"{usage} instead of {TOKENS} tokens"
+        return TOKENS / (times[-1] - times[0])
 
     return speed
 
