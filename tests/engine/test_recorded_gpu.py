@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def runner(**changes):
-    sizes = {"block_size": 128, "num_blocks": 40, "max_num_seqs": 6, "num_draft_tokens": 4, "max_model_len": 500}
+    sizes = {"block_size": 128, "num_blocks": 40, "max_num_seqs": 6, "num_draft_tokens": 4, "max_model_len": 600}
     config = EngineConfig(model=str(GOLDEN / "tiny-a-fp8"), precision="B", device="cuda", **(sizes | changes))
     return ModelRunner(config, draft=True)
 
