@@ -195,9 +195,9 @@ class PrefixCache:
         tokens, reason = plan.restore_tokens, plan.reason
         if tokens:
             tokens, reason = self._try_copy_in(seq, match, tokens, reason)
-            seconds = time.perf_counter() - began
-            self.counters.restored(self._restore_bytes(tokens), seconds)
-            self._budget.spend(self._restore_bytes(tokens), match.plan_seconds + seconds)
+            seconds, num_bytes = time.perf_counter() - began, self._restore_bytes(tokens) if tokens else 0
+            self.counters.restored(num_bytes, seconds)
+            self._budget.spend(num_bytes, match.plan_seconds + seconds)
         if tokens and match.state != NONE:
             self.sources.note_hit(match.keys[tokens // self._page_tokens - 1])
         self._unpin_state(match)
@@ -212,7 +212,7 @@ class PrefixCache:
 
     def _count_admission(self, seq: Sequence, tokens: int, reason: str) -> None:
         before = self._fetched.pop(seq.seq_id, tokens)
-        if seq.cached_tokens is None and tokens > before:
+        if seq.cached_tokens is None and tokens > before and reason != "peer":
             self.counters.disk_tokens += tokens - before
         self.counters.admitted(seq, tokens, reason)
         held_s = self._herd.admitted(seq.seq_id)
