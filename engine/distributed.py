@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import MachineError
 
 if TYPE_CHECKING:
+    from engine.parallel.peer_watch import PeerWatch
     from engine.parallel.tensor_group import TensorGroup
+
+
+WATCH_TIMEOUT_S = 5.0  # longest wait for an answer of the host that serves the rendezvous
 
 
 class GroupError(MachineError):
@@ -81,6 +86,8 @@ class GlooGroup:
         self.size = size
         self.timeout_s = timeout_s
         self._open = False
+        self._watch: PeerWatch | None = None
+        self._store_at = (host, port) if port is not None else None
         timeout = timedelta(seconds=timeout_s)
         url = f"file://{init_file}" if init_file is not None else f"tcp://{host}:{port}"
         try:
@@ -112,8 +119,31 @@ class GlooGroup:
 
         return split_group(self.rank, self.size, size, device, self.timeout_s)
 
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """From now on call `on_lost`, from another thread, when a rank vanishes without closing its connections: its host is gone.
+        All ranks call it together; only for groups that meet at a port.
+
+        Raises:
+            GroupError: the host of rank 0 is gone already.
+        """
+        import torch.distributed as dist
+
+        from engine.parallel.peer_watch import PeerWatch
+
+        assert self._store_at is not None, "ranks that meet at a file are on one host"
+        host, port = self._store_at
+        try:
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WATCH_TIMEOUT_S))
+            self._watch = PeerWatch(store, self.rank, self.size, on_lost)
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(f"rank {self.rank} of {self.size} lost the rendezvous at {host}:{port}: {_first_line(error)}") from error
+        self.max([0])  # all have beaten
+        self._watch.start()
+
     def close(self) -> None:
         """Leave the group. Calling it twice is harmless."""
+        if self._watch is not None:
+            self._watch.close()
         if self._open:
             import torch.distributed as dist
 

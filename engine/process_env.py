@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -32,8 +33,24 @@ def prefill_threads(num_threads: int | str, ranks: int) -> int:
     return max(1, available_cores() // ranks) if isinstance(num_threads, str) else num_threads
 
 
-def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback: bool = True) -> dict[str, str]:
-    """Set thread counts and, for ranks of one host, the loop-back interface of gloo. Variables that the user has set win.
+def interface_towards(address: str) -> str:
+    """The network interface by which this host reaches `address`, "" when it cannot tell."""
+    import psutil
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it only chooses a route
+            own = probe.getsockname()[0]
+    except OSError as error:
+        log.warning("no route to %s: %s", address, error)
+        return ""
+    found = (name for name, places in psutil.net_if_addrs().items() if any(place.address == own for place in places))
+    return next(found, "")
+
+
+def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, peers_at: str = "") -> dict[str, str]:
+    """Set thread counts and the interface that ranks meet at: loop-back, or the one towards `peers_at` for ranks of several hosts.
+    Variables that the user has set win. ranks: those of this host.
 
     Returns the variables that were set here. With torch already loaded only its thread count can still change.
     """
@@ -52,9 +69,12 @@ def prepare_process(num_threads: int | str = "auto", ranks: int = 1, *, loopback
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "NVSHMEM_DISABLE_NVLS": "1",
     }
-    if loopback:
-        # Otherwise gloo resolves the host name, which fails or leaves the machine in many containers.
-        wanted["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    # Otherwise gloo resolves the host name, which fails or leaves the machine in many containers.
+    interface = interface_towards(peers_at) if peers_at else "lo0" if sys.platform == "darwin" else "lo"
+    if interface:
+        wanted["GLOO_SOCKET_IFNAME"] = interface
+        if peers_at:
+            wanted["NCCL_SOCKET_IFNAME"] = interface
     changed = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(changed)
     log.debug("process environment: %s", changed)

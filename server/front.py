@@ -49,7 +49,7 @@ log = logging.getLogger("front")
 
 def build_front(launch: Launch) -> Front:
     router = Router(launch.server.routing)
-    pool = RankPool(launch.socket_address, launch.engine.dp, launch.server, router, HeartbeatFile(launch.heartbeat_path))
+    pool = RankPool(launch.socket_address, launch.local_ranks, launch.server, router, HeartbeatFile(launch.heartbeat_path))
     metrics = FrontMetrics(launch.served_name)
     pool.on_output = metrics.on_output
     metrics.registry.register(RankCollector(metrics, pool, launch.server.metric_namespaces))
@@ -177,7 +177,7 @@ async def run(launch: Launch, control: socket.socket, listener: socket.socket) -
         backlog=1024,
     )
     server = uvicorn.Server(config)
-    slot = launch.engine.dp  # behind those of the ranks
+    slot = launch.local_ranks  # behind those of the ranks
     front.pool.heartbeats.announce(slot, launch.server.hang_timeout_s)
     start_process_thread(front.pool.heartbeats, slot)
 

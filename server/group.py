@@ -50,7 +50,7 @@ class ProcessGroup:
         self.gpus = launch_gpus(launch)
         self.front: Child | None = None
         self.ranks: list[Child] = []
-        self.heartbeats = HeartbeatFile(launch.heartbeat_path, slots=launch.engine.dp + 1)
+        self.heartbeats = HeartbeatFile(launch.heartbeat_path, slots=launch.local_ranks + 1)
         self._guard_read, self._guard_write = os.pipe()
         self._control: socket.socket | None = None
         self._control_lines: LineReader | None = None
@@ -60,7 +60,7 @@ class ProcessGroup:
         self.left_on_gpus: list[GpuProcess] = []
 
     def start_front(self) -> None:
-        self.heartbeats.reset(self.launch.engine.dp, self.launch.server.ready_timeout_s, START_S)
+        self.heartbeats.reset(self.launch.local_ranks, self.launch.server.ready_timeout_s, START_S)
         ours, theirs = socket.socketpair()
         arguments = ["server.front", str(self.launch_path), f"--control={theirs.fileno()}", f"--listener={self.listener.fileno()}"]
         arguments.append(f"--parent={os.getpid()}")
@@ -83,7 +83,7 @@ class ProcessGroup:
         self._echo_since_s = None
         self.tell_front({"op": "generation", "generation": self.generation})
         self.launch.rendezvous_path(self.generation).unlink(missing_ok=True)
-        for rank in range(self.launch.engine.dp):
+        for rank in range(self.launch.local_ranks):
             self.heartbeats.reset(rank, self.launch.server.ready_timeout_s, START_S)
             read_end, write_end = os.pipe()
             arguments = ["server.rank", str(self.launch_path), f"--rank={rank}", f"--generation={self.generation}"]
@@ -156,7 +156,7 @@ class ProcessGroup:
 
     def _hang(self) -> Failure | None:
         for child in self.children:
-            slot = self.launch.engine.dp if child.role == "front" else child.rank
+            slot = self.launch.local_ranks if child.role == "front" else child.rank
             if complaint := self.heartbeats.read(slot).complaint:
                 return Failure("hang", child.rank, f"{child.name} hangs: {complaint}")
         return None

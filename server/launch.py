@@ -18,6 +18,7 @@ from hicache.config import HiCacheConfig
 from hicache.segment import CacheHome
 from server.config import ServerConfig
 from server.errors import ConfigError
+from server.hosts import Hosts
 
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 SHARED_MEMORY, SEGMENT_PREFIX = Path("/dev/shm"), "dix-"
@@ -26,7 +27,9 @@ BOOT_VARIABLE = "_DIX_BOOT_UUID"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One boot of one server. `engine_factory` ("module:function") replaces the engine in tests; no setting reaches it."""
+    """One boot of one server. `engine_factory` ("module:function") replaces the engine in tests; no setting reaches it.
+    hosts: None when all ranks are on this host.
+    """
 
     name: str
     boot_uuid: str
@@ -36,6 +39,16 @@ class Launch:
     server_dir: str
     runtime_dir: str
     engine_factory: str = ""
+    hosts: Hosts | None = None
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of this host; they count from 0 on every host."""
+        return self.engine.dp if self.hosts is None else self.hosts.local_ranks(self.engine.dp)
+
+    def group_rank(self, rank: int) -> int:
+        """The number of a rank of this host among the ranks of all hosts."""
+        return rank if self.hosts is None else self.hosts.number * self.local_ranks + rank
 
     @property
     def log_dir(self) -> Path:
@@ -60,7 +73,7 @@ class Launch:
 
     def cache_home(self, rank: int) -> CacheHome:
         """Where a rank's cache memory is, the same for every boot of this server."""
-        return CacheHome(SHARED_MEMORY, segment_name(self.server_dir), rank, self.engine.dp, self.read_cache_secret(), self.server_dir)
+        return CacheHome(SHARED_MEMORY, segment_name(self.server_dir), rank, self.local_ranks, self.read_cache_secret(), self.server_dir)
 
     def read_cache_secret(self) -> bytes:
         """What makes page keys and tenants' salts of this server unpredictable."""

@@ -22,6 +22,7 @@ from server import gpu, listener
 from server.cache_files import KEPT_NAME, keep_cache, remove_cache, remove_orphans, segments
 from server.config import ServerConfig
 from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable
+from server.hosts import Hosts
 from server.launch import Launch, load_launch
 from server.logs import open_log, tail
 from server.processes import launch_gpus
@@ -59,14 +60,16 @@ def serve(
     on_event: OnEvent,
     api_keys: list[str] | None = None,
     engine_factory: str = "",
+    hosts: Hosts | None = None,
 ) -> int:
-    """Run the supervisor in this process until it is told to stop. Returns 0.
+    """Run the supervisor in this process until it is told to stop. Returns 0. hosts: when the ranks of a server are on several hosts, each
+    with a supervisor and a front of its own.
 
     Raises:
         PortInUse, ConfigError: before anything was started.
         ServerFailed: not ready, or a rank failed for good (`exit_code` 4, or the rank's own).
     """
-    launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory)
+    launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory, hosts)
     return supervise(launch, state_dir, on_event, api_keys or [])
 
 
@@ -78,7 +81,11 @@ def make_launch(
     state_dir: Path,
     runtime_dir: Path,
     engine_factory: str = "",
+    hosts: Hosts | None = None,
 ) -> Launch:
+    if hosts is not None:
+        hosts.local_ranks(engine.dp)  # an uneven division is refused before anything starts
+        name = f"{name}-host{hosts.number}" if hosts.number else name  # hosts may share a home directory
     if server.max_active and (engine.max_num_seqs == "auto" or int(engine.max_num_seqs) > server.max_active):
         engine = replace(engine, max_num_seqs=server.max_active)
     return Launch(
@@ -90,6 +97,7 @@ def make_launch(
         server_dir=str(server_dir(state_dir, name)),
         runtime_dir=str(runtime_dir),
         engine_factory=engine_factory,
+        hosts=hosts,
     )
 
 

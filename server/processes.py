@@ -16,6 +16,8 @@ from server import guard
 from server.gpu import gpu_uuids
 from server.launch import BOOT_VARIABLE, Launch
 
+# Our ranks get their numbers from the launch file; torch would take these for theirs and look for torchrun's store.
+TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"})
 SECRET_WORDS = ("API_KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -90,7 +92,11 @@ def spawn(
 
 def child_environment(boot_uuid: str, rank: int | None) -> dict[str, str]:
     """This process's environment without secrets, with the boot id, and for a rank with its GPU when the machine has any."""
-    environment = {name: value for name, value in os.environ.items() if not any(word in name.upper() for word in SECRET_WORDS)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not any(word in name.upper() for word in SECRET_WORDS)
+    }
     environment[BOOT_VARIABLE] = boot_uuid
     environment["PYTHONUNBUFFERED"] = "1"
     if rank is not None and (device := visible_device(rank)):
@@ -119,7 +125,7 @@ def rank_gpu(rank: int, uuids: list[str]) -> str:
 def launch_gpus(launch: Launch) -> list[str]:
     """Uuids of the GPUs that the ranks of a server get, one per rank; empty without GPUs."""
     uuids = gpu_uuids() if launch.engine.device != "cpu" else []
-    return [rank_gpu(rank, uuids) for rank in range(launch.engine.dp)] if uuids else []
+    return [rank_gpu(rank, uuids) for rank in range(launch.local_ranks)] if uuids else []
 
 
 def reap_orphans(known: set[int]) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -253,17 +254,23 @@ class ProgressReport:
         self._report("progress", stage=stage, fraction=fraction)
 
 
-def build_engine(launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None]) -> EngineLike:
-    """The real engine, joined to its peers when there are several ranks."""
-    config = replace(launch.engine, num_threads=resolve_threads(launch.engine.num_threads, launch.engine.dp))
-    prepare_process(config.num_threads, config.dp)
+def build_engine(
+    launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None], on_lost: Callable[[str], None]
+) -> EngineLike:
+    """The real engine, joined to its peers when there are several ranks. on_lost: called from a thread when another host is gone."""
+    hosts = launch.hosts
+    config = replace(launch.engine, num_threads=resolve_threads(launch.engine.num_threads, launch.local_ranks))
+    prepare_process(config.num_threads, launch.local_ranks, peers_at="" if hosts is None else hosts.address)
 
     # Thread counts are fixed when torch loads, so these imports come after `prepare_process`.
     from engine.distributed import GlooGroup, Group
     from engine.engine import Engine
 
     group: Group | None = None
-    if config.dp > 1:
+    if hosts is not None:
+        group = GlooGroup(launch.group_rank(rank), config.dp, host=hosts.address, port=hosts.port, timeout_s=config.collective_timeout_s)
+        group.watch(on_lost)
+    elif config.dp > 1:
         group = GlooGroup(rank, config.dp, init_file=str(launch.rendezvous_path(generation)), timeout_s=config.collective_timeout_s)
     engine: EngineLike = Engine(config, launch.hicache, group, on_progress=on_progress, cache_home=launch.cache_home(rank))
     return engine
@@ -292,7 +299,12 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
     start_process_thread(heartbeat, rank)
     heartbeat.announce(rank, launch.server.ready_timeout_s)
     link = Link(launch.socket_address, rank, generation)
-    build = resolve(launch.engine_factory) if launch.engine_factory else build_engine
+
+    def leave(reason: str) -> None:
+        report("fatal", message=reason, hint="see the logs of the other hosts", exit_code=4, echo=True)
+        os._exit(4)  # the loop may be waiting for the lost rank in a collective
+
+    build = resolve(launch.engine_factory) if launch.engine_factory else partial(build_engine, on_lost=leave)
     engine = build(launch, rank, generation, ProgressReport(report, time.monotonic))
 
     def on_warm() -> None:

@@ -152,7 +152,7 @@ class Supervisor:
             elif event == "ready":
                 self._ready_ranks.add(rank)
                 self._emit("rank_ready", rank=rank, limits=message["limits"])
-                if len(self._ready_ranks) == self.launch.engine.dp:
+                if len(self._ready_ranks) == self.launch.local_ranks:
                     self.group.tell_front({"op": "ready", "generation": self.group.generation, "pids": [c.pid for c in self.group.ranks]})
             elif event == "serving" and message["generation"] == self.group.generation:
                 self._become_ready()
@@ -172,7 +172,7 @@ class Supervisor:
         limit = self.launch.server.ready_timeout_s
         if self._serving or time.monotonic() - self._phase_since_s < limit:
             return None
-        late = [rank for rank in range(self.launch.engine.dp) if rank not in self._ready_ranks]
+        late = [rank for rank in range(self.launch.local_ranks) if rank not in self._ready_ranks]
         return Failure("hang", late[0] if late else -1, f"not ready after {limit:.0f} s", "raise --ready-timeout, or see: dix logs")
 
     def _recover(self, failure: Failure) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -70,15 +71,21 @@ def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
       dix serve ~/models/v41             a checkpoint directory
       dix serve tiny --dp 2 --port 8901
 
+    Several hosts: torchrun --nnodes 2 --nproc-per-node 1 ... -m deepinfer_cli serve
+    on each of them; --dp counts the ranks of all, every host serves its own over HTTP.
+
     Next: dix chat, dix check-cache, dix bench run smoke
     """
     plan = plan_server(call, model, name)
     from deepinfer_cli.narrator import Narrator
     from server import launcher
+    from server.hosts import hosts_from
 
     places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
-    with Narrator(call, plan.engine.dp) as narrator:
-        return launcher.serve(plan.engine, plan.hicache, plan.server, name=plan.name, on_event=narrator, **places)
+    hosts = hosts_from(os.environ)
+    ranks = plan.engine.dp if hosts is None else hosts.local_ranks(plan.engine.dp)
+    with Narrator(call, ranks) as narrator:
+        return launcher.serve(plan.engine, plan.hicache, plan.server, name=plan.name, on_event=narrator, hosts=hosts, **places)
 
 
 serve = command(_serve, sections=SECTIONS, defaults=SERVER_DEFAULTS, leave_out=LEAVE_OUT)
