@@ -147,6 +147,35 @@ class EngineConfig:
         choices=("auto", "gather", "all_to_all"),
     )
     cp: int = knob(1, "Consecutive ranks that prefill prompts together; divides dp.", unit="ranks", ge=1, common=True)
+    override_num_extra_experts: int = knob(
+        0,
+        "Expert slots beyond one per expert, for copies of busy ones; rounded up so that all ranks have equally many.",
+        unit="slots",
+        ge=0,
+        aliases=("DEEPINFER_OVERRIDE_NUM_EXTRA_EXPERTS",),
+    )
+    expert_rearrangement_step_interval: int = knob(
+        0,
+        "Counted steps between new placements of shared experts; 0 never moves them.",
+        unit="steps",
+        ge=0,
+        aliases=("DEEPINFER_EXPERT_REARRANGEMENT_STEP_INTERVAL",),
+    )
+    expert_count_window_size: int = knob(
+        100, "Last counted steps that a placement is planned for.", unit="steps", ge=1, aliases=("DEEPINFER_EXPERT_COUNT_WINDOW_SIZE",)
+    )
+    rearrange_after_prefill_in_normal_engine: bool = knob(
+        False,
+        "Count prompt steps too, and place experts anew in the decode step behind them.",
+        aliases=("DEEPINFER_REARRANGE_AFTER_PREFILL_IN_NORMAL_ENGINE",),
+    )
+    moe_lb_stat_interval: int = knob(
+        128,
+        "Counted steps between figures of the experts' balance; 0 for none.",
+        unit="steps",
+        ge=0,
+        aliases=("DEEPINFER_MOE_LB_STAT_INTERVAL",),
+    )
     collective_timeout_s: float = knob(45.0, "Longest wait for a peer in a collective.", unit="s", gt=0)
 
     def __post_init__(self) -> None:
@@ -156,6 +185,11 @@ class EngineConfig:
             raise ConfigError(f"engine.ep is {self.ep} and engine.dp is {self.dp}", hint="--dp must be a multiple of --ep")
         if self.dp % self.cp:
             raise ConfigError(f"engine.cp is {self.cp} and engine.dp is {self.dp}", hint="--dp must be a multiple of --cp")
+        if 0 < self.expert_rearrangement_step_interval < self.expert_count_window_size:
+            raise ConfigError(
+                f"engine.expert_count_window_size is {self.expert_count_window_size}",
+                hint=f"at most engine.expert_rearrangement_step_interval, which is {self.expert_rearrangement_step_interval}",
+            )
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
                 f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",

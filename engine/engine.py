@@ -79,7 +79,9 @@ class Engine:
         self.clock = clock
         self.runner = _load_runner(config, on_progress, self.group) if runner is None else runner
         self.limits = self.runner.limits
-        self.cache: PrefixCacheLike = _build_cache(hicache, self.runner, config.dp, cache_home) or NoPrefixCache()
+        self.cache: PrefixCacheLike = (
+            _build_cache(hicache, self.runner, config.dp if cache_home is None else cache_home.ranks, cache_home) or NoPrefixCache()
+        )
         self.idle = False
         self._steps = 0
         self._next_seq_id = 0
@@ -288,7 +290,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """This rank's figures: see `engine/metrics.py`. Numbers only."""
-        record = rank_record(self.scheduler, self._steps, self.cache.stats())
+        record = rank_record(self.scheduler, self._steps, self.cache.stats(), getattr(self.runner, "expert_stats", {}))
         record["waiting"] += len(self.grammars)
         return record
 

@@ -40,13 +40,17 @@ METRICS = (
     Metric("spec.drafts_total", "verifications", "Verifications of a sequence's drafted tokens."),
     Metric("spec.draft_tokens_total", "tokens", "Drafted tokens that were verified."),
     Metric("spec.accepted_tokens_total", "tokens", "Drafted tokens that were kept."),
+    Metric("experts.balance", "ratio", "Tokens of the busiest rank over the mean, layer by layer; 0 while all ranks have all experts."),
+    Metric("experts.plans_total", "plans", "New placements of shared experts."),
+    Metric("experts.moved_layers_total", "layers", "Layers whose experts moved."),
+    Metric("experts.moved_bytes_total", "bytes", "Expert weights that came from other ranks."),
 )
 # Besides these, `spec.verified_by_place_total` and `spec.accepted_by_place_total`: tokens by place in the drafted block, from "1".
 TIERS = ("device", "host", "disk")
 TIER_LEAVES = ("hit_tokens_total", "store_tokens_total", "tokens_used")
 
 
-def rank_record(scheduler: Scheduler, steps: int, cache_stats: dict[str, Any]) -> dict[str, Any]:
+def rank_record(scheduler: Scheduler, steps: int, cache_stats: dict[str, Any], expert_stats: dict[str, float]) -> dict[str, Any]:
     """One rank's figures: every path of `METRICS` is there as a number, plus what the prefix cache adds of its own."""
     counters = scheduler.counters
     record: dict[str, Any] = {}
@@ -54,6 +58,7 @@ def rank_record(scheduler: Scheduler, steps: int, cache_stats: dict[str, Any]) -
         _put(record, metric.path, 0)
     record["prefix_cache"]["tiers"] = {tier: dict.fromkeys(TIER_LEAVES, 0) for tier in TIERS}
     _merge(record["prefix_cache"], cache_stats)
+    _merge(record["experts"], expert_stats)
     for path, value in (
         ("steps_total", steps),
         ("prompt_steps_total", counters.prompt_steps),

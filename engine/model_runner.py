@@ -36,6 +36,7 @@ from engine.models.static_inputs import StaticInputs
 from engine.native_start import NativeStart
 from engine.ops.registry import failing_op, select
 from engine.ops.rope import plain_frequencies, yarn_frequencies
+from engine.parallel.balancer import Balancer, BalanceSettings
 from engine.parallel.expert_exchange import ExpertExchange
 from engine.parallel.expert_setup import make_exchange
 from engine.placed_weights import PlacedWeights
@@ -143,23 +144,12 @@ class ModelRunner:
         if self._exchange is not None:
             self.native.wait()  # the ranks change their path together: never in the middle of serving
             agreement.conclude(self.native)
-        if config.batch_invariant:
-            self._require_batch_invariance()
-
-    def _require_batch_invariance(self) -> None:
-        """Every sum of the compiled CPU step has one order, whatever stands beside a row; the library products of other paths do not.
-
-        Raises:
-            ConfigError: the compiled step cannot be used here, or experts are shared between ranks.
-        """
-        why = ""
-        if self.config.ep > 1:
-            why = "exchanged expert sums are not proven to be"
-        elif not self.native.wait():  # until it is built, steps would run on another path
-            why = f"only the compiled CPU step is ({self.native.status})"
-        if why:
+        self._balancer = None if self._exchange is None else Balancer(self._exchange, BalanceSettings.of(config))
+        if config.batch_invariant and not self.native.wait():  # until it is built, steps would run on another path
+            # Every sum of the compiled CPU step has one order, whatever stands beside a row; the library products of other paths do not.
             raise ConfigError(
-                f"engine.batch_invariant is set, but {why}", hint="device cpu, precision F or Fq, a C++ compiler, --ep 1; or leave it off"
+                f"engine.batch_invariant is set, but only the compiled CPU step is ({self.native.status})",
+                hint="device cpu, precision F or Fq, a C++ compiler; or leave it off",
             )
 
     def _try_to_record(self, recorder: Recorder) -> None:
@@ -212,7 +202,7 @@ class ModelRunner:
             return self._forward(batch, probe)
         exchange.begin(*self._count_rows(batch))
         logits = self._forward(batch, probe)
-        exchange.finish()
+        self._end_step(batch.kind)
         return logits
 
     @torch.inference_mode()
@@ -222,7 +212,26 @@ class ModelRunner:
             self._run_shared(self._shared, Batch(kind, []))
         elif self._exchange is not None:
             self._exchange.begin(0, 0)
-            self._exchange.finish()
+            self._end_step(kind)
+
+    def _end_step(self, kind: StepKind) -> None:
+        """The layers of other ranks' rows, then what the balancer does between steps."""
+        assert self._exchange is not None and self._balancer is not None  # noqa: PT018
+        self._exchange.finish()
+        self._balancer.end_step(kind is StepKind.PREFILL)
+
+    @property
+    def expert_stats(self) -> dict[str, float]:
+        """Balance and movement of shared experts, see `engine/metrics.py`; empty when every rank has all."""
+        if self._balancer is None:
+            return {}
+        figures = self._balancer.figures
+        return {
+            "balance": figures.balance,
+            "plans_total": figures.plans,
+            "moved_layers_total": figures.moved_layers,
+            "moved_bytes_total": figures.moved_bytes,
+        }
 
     def _count_rows(self, batch: Batch) -> tuple[int, int]:
         """Rows of encoder and of decoder layers."""
@@ -258,7 +267,7 @@ class ModelRunner:
             self._exchange.begin(*((0, 0) if inputs is None else (len(inputs.encoder), len(inputs.decoder))))
         logits = torch.empty(0, self.limits.vocab_size, device=self.limits.device) if inputs is None else self._forward_share(inputs)
         if self._exchange is not None:
-            self._exchange.finish()
+            self._end_step(batch.kind)
         return logits
 
     def _forward_share(self, inputs: StepInputs) -> Tensor:

@@ -97,10 +97,14 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "hicache_copy_errors": _leaf("prefix_cache", "copy_errors_total"),
     "hicache_disk_read_bytes": _leaf("prefix_cache", "disk", "read_bytes_total"),
     "hicache_disk_written_bytes": _leaf("prefix_cache", "disk", "written_bytes_total"),
+    "expert_plans": _leaf("experts", "plans_total"),
+    "expert_moved_layers": _leaf("experts", "moved_layers_total"),
+    "expert_moved_bytes": _leaf("experts", "moved_bytes_total"),
     "hicache_holds": _leaf("prefix_cache", "holds_total"),
     "hicache_hold_seconds": _leaf("prefix_cache", "hold_seconds_total"),
 }
 NATIVE_GAUGES: dict[str, Reader] = {
+    "expert_balance": _leaf("experts", "balance"),
     "hicache_arena_bytes": _leaf("prefix_cache", "arena_bytes"),
     "hicache_pinned_bytes": _leaf("prefix_cache", "pinned_bytes"),
     "hicache_pageable": _leaf("prefix_cache", "pageable"),

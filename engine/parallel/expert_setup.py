@@ -23,7 +23,7 @@ def make_exchange(config: EngineConfig, text: TextConfig, numerics: Numerics, de
         return None
     assert group is not None, f"engine.ep is {config.ep} without a group"
     assert group.size == config.dp, f"engine.dp is {config.dp} in a group of {group.size}"
-    placement = Placement.initial(text.n_routed_experts, 0, config.ep)
+    placement = Placement.initial(text.n_routed_experts, config.override_num_extra_experts, config.ep)
     exchange = ExpertExchange(
         group.split(config.ep, device),
         placement,

@@ -97,7 +97,7 @@ def step_logits(dp: int, ep: int, precision: str, exchange: str = "auto") -> lis
 
     def rank_main(group):
         torch.set_num_threads(1)
-        config = golden_config(dp=dp, ep=ep, precision=precision, expert_exchange=exchange)
+        config = golden_config(dp=dp, ep=ep, precision=precision, expert_exchange=exchange, batch_invariant=True)
         runner = ModelRunner(config, group=group)
         runner.native.wait()
         assert runner.path == "compiled", runner.native.status

@@ -1,0 +1,143 @@
+"""Keeps shared experts balanced: counts tokens, plans anew every so many steps, and moves one layer per step.
+
+Everything is counted in steps that all ranks take together, so every rank plans and moves in the same step without asking.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.parallel.eplb_plan import plan, rank_loads
+from engine.parallel.expert_exchange import ExpertExchange
+from engine.parallel.expert_moves import move_experts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSettings:
+    """interval: counted steps between plans, 0 for never. window: steps that a plan looks at. after_prefill: count prompt steps too, and
+    plan in the decode step behind them. report: counted steps between figures of the balance, 0 for none.
+    """
+
+    interval: int = 0
+    window: int = 100
+    after_prefill: bool = False
+    report: int = 128
+
+    @staticmethod
+    def of(config: EngineConfig) -> BalanceSettings:
+        return BalanceSettings(
+            config.expert_rearrangement_step_interval,
+            config.expert_count_window_size,
+            config.rearrange_after_prefill_in_normal_engine,
+            config.moe_lb_stat_interval,
+        )
+
+
+@dataclass(slots=True)
+class BalanceFigures:
+    """balance: tokens of the busiest rank over the mean of all, over the last report's steps and layers; 1.0 is ideal, 0 not known yet."""
+
+    balance: float = 0.0
+    plans: int = 0
+    moved_layers: int = 0
+    moved_bytes: int = 0
+
+
+class Balancer:
+    """One rank's part. `end_step` is called once behind every step, by all ranks."""
+
+    def __init__(self, exchange: ExpertExchange, settings: BalanceSettings) -> None:
+        self.figures = BalanceFigures()
+        self._exchange, self._settings = exchange, settings
+        placement, device = exchange.layers[0].placement, exchange.layers[0].counts.device
+        layers = len(exchange.layers)
+        # By expert, because slots change their experts; and what this rank computed, whichever experts that were.
+        window = settings.window if settings.interval else 0
+        self._by_expert = torch.zeros(window, layers, placement.num_experts, dtype=torch.int64, device=device)
+        self._own = torch.zeros(settings.report, layers, dtype=torch.int64, device=device)
+        self._held = [self._held_in(number) for number in range(layers)]
+        exchange.counting = settings.interval > 0 or settings.report > 0
+        self._counted = 0
+        self._since_plan = 0
+        self._prompts_since_plan = False
+        self._due = settings.interval // 4 or settings.interval
+        self._pending: list[int] = []
+        self._loads: NDArray[Any] | None = None
+
+    def end_step(self, prompt: bool) -> None:
+        """Take this step's counts; then plan, or move a layer of the last plan."""
+        if not self._exchange.counting:
+            return
+        if prompt and not self._settings.after_prefill:
+            self._forget()
+            return
+        self._record()
+        if self._settings.report and self._counted % self._settings.report == 0:
+            self._report()
+        if self._settings.interval == 0:
+            return
+        self._since_plan += 1
+        self._prompts_since_plan |= prompt
+        if self._pending:
+            self._move(self._pending.pop(0))
+        elif self._since_plan >= self._due or (self._prompts_since_plan and not prompt):
+            self._plan()
+
+    def _record(self) -> None:
+        window, report = len(self._by_expert), len(self._own)
+        for number, layer in enumerate(self._exchange.layers):
+            if window:
+                self._by_expert[self._counted % window, number].zero_().index_add_(0, self._held[number], layer.counts)
+            if report:
+                self._own[self._counted % report, number] = layer.counts.sum()
+            layer.counts.zero_()
+        self._counted += 1
+
+    def _forget(self) -> None:
+        for layer in self._exchange.layers:
+            layer.counts.zero_()
+
+    def _held_in(self, number: int) -> Tensor:
+        """The experts in this rank's slots of a layer."""
+        layer, rank = self._exchange.layers[number], self._exchange.group.rank
+        return torch.tensor(layer.placement.held_by(rank), device=layer.counts.device)
+
+    def _report(self) -> None:
+        group = self._exchange.group
+        by_rank = self._own.new_zeros(group.size, *self._own.shape)
+        group.all_gather(by_rank, self._own)
+        total = int(by_rank.sum())
+        self.figures.balance = float(by_rank.amax(0).sum() * group.size / total) if total else 0.0
+
+    def _plan(self) -> None:
+        """Fix the loads that the coming layers are planned by. Each layer is planned in the step that moves it, so no step takes long."""
+        loads = self._by_expert[: self._counted].clone()
+        self._exchange.group.all_reduce(loads)
+        self._loads = loads.double().cpu().numpy()
+        self._pending = list(range(len(self._exchange.layers)))
+        self._since_plan, self._due, self._prompts_since_plan = 0, self._settings.interval, False
+        self.figures.plans += 1
+
+    def _move(self, number: int) -> None:
+        assert self._loads is not None, "a layer moves without a plan"
+        layer, loads = self._exchange.layers[number], self._loads[:, number]
+        before, after = layer.placement, plan(loads, layer.placement)
+        if after == before:
+            return
+        stores = [store for experts in layer.experts for store in experts.stores]
+        self.figures.moved_bytes += move_experts(self._exchange.group, stores, before, after)
+        self.figures.moved_layers += 1
+        layer.place(after)
+        self._held[number] = self._held_in(number)
+        if log.isEnabledFor(logging.DEBUG):
+            old, new = (rank_loads(loads, placement).max(1).sum() for placement in (before, after))
+            log.debug("layer %d: the busiest rank goes from %.0f to %.0f tokens over the window", number, old, new)
