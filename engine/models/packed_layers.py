@@ -135,14 +135,18 @@ class PackedMoE:
     # ---- as one rank's share of the experts, see `engine.parallel.expert_exchange.Experts`
 
     @property
+    def _ranks(self) -> int:
+        return 1 if self.exchange is None else self.exchange.group.size
+
+    @property
     def stores(self) -> list[Tensor]:
         return [self.experts.w13.codes, self.experts.w13.scales, self.experts.w2.codes, self.experts.w2.scales]
 
     def parts(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        return routed_experts(x, slots, weights, self.experts, self.text.swiglu_limit, self.quantize, summed=False)
+        return routed_experts(x, slots, weights, self.experts, self.text.swiglu_limit, self.quantize, summed=False, ranks=self._ranks)
 
     def summed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        return routed_experts(x, slots, weights, self.experts, self.text.swiglu_limit, self.quantize, summed=True)
+        return routed_experts(x, slots, weights, self.experts, self.text.swiglu_limit, self.quantize, summed=True, ranks=self._ranks)
 
     def shared(self, x: Tensor) -> Tensor:
         return shared_expert(x, self.experts, self.text.swiglu_limit, self.quantize)

@@ -11,14 +11,17 @@ from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
 
-def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, summed: bool) -> Tensor:
+def routed_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, summed: bool, ranks: int = 1
+) -> Tensor:
     """The routed experts of `packed_experts`, arguments as there, and ids below 0 for choices that are computed elsewhere.
 
+    ranks: how many share the experts, a hint for the division of work.
     Returns their sum [T, C] bf16 (fp32 sums in the order of `ids`), or, not `summed`, every choice's term [T, K, C] fp32, 0 for others'.
     """
     fits = x.ndim == 2 and ids.shape == weights.shape and x.shape[1] == experts.w13.columns == experts.w2.rows
     check(fits and x.dtype == torch.bfloat16, "routed_experts", x=x, ids=ids, weights=weights, w13=experts.w13.codes)
-    result: Tensor = ROUTED_EXPERTS(x, ids, weights, experts, limit, quantize, summed)
+    result: Tensor = ROUTED_EXPERTS(x, ids, weights, experts, limit, quantize, summed, ranks)
     return result
 
 
@@ -28,7 +31,9 @@ def shared_expert(x: Tensor, experts: PackedExperts, limit: float, quantize: boo
     return result
 
 
-def _routed(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, summed: bool) -> Tensor:
+def _routed(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, summed: bool, ranks: int
+) -> Tensor:
     source = q8(x) if quantize else x
     parts = torch.zeros(*ids.shape, x.shape[1], device=x.device)
     for expert in ids[ids >= 0].unique().tolist():
@@ -42,5 +47,5 @@ def _shared(x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> 
     return _expert(q8(x) if quantize else x, one, experts.shared_w13, experts.shared_w2, 0, limit, quantize).to(x.dtype)
 
 
-ROUTED_EXPERTS = Op("routed_experts", reference=_routed, tolerance=Tolerance(bf16=1e-2))
-SHARED_EXPERT = Op("shared_expert", reference=_shared, tolerance=Tolerance(bf16=1e-2))
+ROUTED_EXPERTS = Op("routed_experts", reference=_routed, cuda="engine.ops.cuda.routed_experts:routed", tolerance=Tolerance(bf16=1e-2))
+SHARED_EXPERT = Op("shared_expert", reference=_shared, cuda="engine.ops.cuda.routed_experts:shared", tolerance=Tolerance(bf16=1e-2))

@@ -65,7 +65,7 @@ class Kernels:
             gemm=bind(library, "dix_packed_gemm", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]),
             tiles=bind(library, "dix_packed_tiles", [ctypes.POINTER(GemmArguments), *[number] * 3, pointer]),
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
-            sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, *[number] * 4, pointer]),
+            sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),
             num_processors=num_processors,
         )

@@ -57,13 +57,24 @@ def run_experts(
 
 
 def run_routed(
-    run: Kernels, stream: int, source: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool
+    run: Kernels,
+    stream: int,
+    source: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: PackedExperts,
+    limit: float,
+    quantize: bool,
+    ranks: int = 1,
 ) -> Tensor:
-    """The chosen experts' outputs [T, K, C]: fp32, or of many tokens the bf16 numbers that the products of the reference give."""
+    """The chosen experts' outputs [T, K, C]: fp32, or of many tokens the bf16 numbers that the products of the reference give.
+
+    ranks: among which the choices are spread. With several, ids may be negative, and what stands there is undefined.
+    """
     (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
     ids, weights = ids.contiguous(), weights.contiguous()
-    shape = division(tokens, choices, w13.groups)
-    lists = ids if tokens <= _NO_LISTS else expert_lists(run, stream, ids, w13.groups, shape.tiles)
+    shape = division(tokens, choices, w13.groups * ranks)
+    lists = ids if tokens <= _NO_LISTS and ranks == 1 else expert_lists(run, stream, ids, w13.groups, shape.tiles)
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
     act = padded(q8(act) if quantize else act, w2)

@@ -111,14 +111,15 @@ def dense(
         _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, shape.num_blocks(run.num_processors)))
 
 
-def expert_sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor | None, out: Tensor) -> None:
-    """out[t] = sum of parts[t] over the choices + shared[t]. parts: [T, K, C] fp32 or bf16; shared, out: [T, C] bf16."""
+def expert_sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor | None, out: Tensor, ids: Tensor | None = None) -> None:
+    """out[t] = sum of parts[t] over the choices + shared[t]. parts: [T, K, C] fp32 or bf16; shared, out: [T, C] bf16. ids: [T, K] int64,
+    contiguous; choices below 0 are left out.
+    """
     tokens, choices, width = parts.shape
     blocks = max(1, min(8 * run.num_processors, -(-tokens * width // 1024)))
     halves = int(parts.dtype == torch.bfloat16)
-    status = run.sum(
-        parts.data_ptr(), halves, shared.data_ptr() if shared is not None else None, out.data_ptr(), tokens, choices, width, blocks, stream
-    )
+    optional = [tensor.data_ptr() if tensor is not None else None for tensor in (ids, shared)]
+    status = run.sum(parts.data_ptr(), halves, *optional, out.data_ptr(), tokens, choices, width, blocks, stream)
     check_launch(status, "expert_sum")
 
 
