@@ -16,6 +16,8 @@ from torch import Tensor
 from engine.parallel.placement import Placement
 from engine.parallel.tensor_group import TensorGroup
 
+_ALIGNED = 4  # words of 32 bits: kernels read rows where they arrive, 16 bytes at a time
+
 
 class Route(StrEnum):
     """How rows travel. GATHER: every rank gets all rows. ALL_TO_ALL: a rank gets the rows that need it, packed to the front."""
@@ -69,6 +71,8 @@ class RoutedLayer:
 
     def slots_for(self, ids: Tensor, turn: int) -> Tensor:
         """One physical slot for each choice [T, K]; rows take the copies of an expert in turns."""
+        if self.placement.max_copies == 1:
+            return self.slots[:, 0][ids]
         copies = self.copies[ids]
         row = torch.arange(turn, turn + len(ids), device=ids.device)[:, None]
         return self.slots[ids, row % copies]
@@ -119,6 +123,11 @@ class ExpertExchange:
         self._rows = (encoder, decoder)
         self._next = 0
 
+    def restart(self) -> None:
+        """Pass the layers again with the same capacities. For recorded steps, whose capacity never changes."""
+        assert self._next == len(self.layers), f"the last step stopped before layer {self._next}"
+        self._next = 0
+
     def finish(self) -> None:
         """Take part in the layers that this rank's own rows did not reach."""
         none = self._nothing.new_empty(0, self._num_chosen, dtype=torch.int64)
@@ -165,6 +174,8 @@ class _Trip:
         values = x.contiguous().view(torch.int32)
         width = values.shape[1]
         packed = torch.cat((values, slots.int(), weights.contiguous().view(torch.int32)), 1)
+        if packed.shape[1] % _ALIGNED:
+            packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % _ALIGNED))
         arrived = x.new_empty(group.size, capacity, packed.shape[1], dtype=torch.int32)
         if self._route is Route.GATHER:
             sent = _padded(packed, capacity, width)
@@ -172,9 +183,10 @@ class _Trip:
         else:
             group.all_to_all(arrived, self._sort(packed, width))
         flat = arrived.flatten(0, 1)
-        local = flat[:, width : width + chosen].long() - group.rank * self._slots_per_rank
-        local = torch.where((local >= 0) & (local < self._slots_per_rank), local, -1)
-        return flat[:, :width].contiguous().view(x.dtype), local, flat[:, width + chosen :].contiguous().view(torch.float32)
+        slot = flat[:, width : width + chosen]
+        here = slot.div(self._slots_per_rank, rounding_mode="floor") == group.rank
+        local = torch.where(here, slot - group.rank * self._slots_per_rank, -1).long()
+        return flat[:, :width].view(x.dtype), local, flat[:, width + chosen : width + 2 * chosen].view(torch.float32)
 
     def _sort(self, packed: Tensor, width: int) -> Tensor:
         """[ranks, capacity, W]: for every rank the rows that need it, in order."""

@@ -1,0 +1,402 @@
+"""Shared experts on two GPUs: `python -m tests.gpu.two_gpus OUT_DIR`. Needs torch, numpy and nvcc.
+
+One MoE block at the released shapes with random packed weights: that two ranks with half of the experts each give what one rank with all
+gives; decode throughput of both over one; what dispatch and combine take; what balancing recovers when one expert gets eight times its
+share; two independent ranks over one. Decode times are those of recorded graphs. One JSON file per rank, a table last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.distributed import GlooGroup
+from engine.models.numerics import WideLinear
+from engine.models.packed_layers import PackedMoE
+from engine.ops.packed_experts import PackedExperts
+from engine.ops.packed_weights import Format, PackedWeights
+from engine.ops.registry import select
+from engine.ops.route_experts import route_experts
+from engine.parallel.balancer import Balancer, BalanceSettings
+from engine.parallel.expert_exchange import ExpertExchange, Route
+from engine.parallel.placement import Placement
+
+# Source: the released configuration.
+EXPERTS, CHOSEN, HIDDEN, INNER = 384, 6, 5120, 2304
+TEXT: Any = SimpleNamespace(gate_temp=1.0, routed_scaling_factor=2.5, swiglu_limit=10.0, n_routed_experts=EXPERTS)
+LAYERS = 4  # calls in one graph, each with rows of its own
+BATCHES = (8, 64, 256)
+ROUNDS = 12
+HOT = 8  # how many times its share the hot expert gets
+
+
+class Block:
+    """All experts of one layer, and shares of them."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator("cuda").manual_seed(0)
+
+        def packed(form: Format, groups: int, rows: int, columns: int) -> PackedWeights:
+            part = PackedWeights.empty(form, groups, rows, columns, "cuda")
+            if form is Format.FP4:
+                part.codes.random_(0, 256, generator=draw)
+            else:
+                values = torch.randn(part.codes.shape, device="cuda", generator=draw).to(torch.float8_e4m3fn)
+                part.codes.copy_(values.view(torch.uint8))
+            part.scales.fill_(119 if form is Format.FP4 else 121)  # values of about 1 / sqrt(fan-in)
+            return part
+
+        self.all = PackedExperts(
+            packed(Format.FP4, EXPERTS, 2 * INNER, HIDDEN),
+            packed(Format.FP4, EXPERTS, HIDDEN, INNER),
+            packed(Format.FP8, 1, 2 * INNER, HIDDEN),
+            packed(Format.FP8, 1, HIDDEN, INNER),
+        )
+        self.gate = WideLinear((torch.randn(EXPERTS, HIDDEN, device="cuda", generator=draw) * HIDDEN**-0.5).bfloat16())
+        self.bias = torch.zeros(EXPERTS, device="cuda")
+
+    def alone(self) -> PackedMoE:
+        return PackedMoE(self.gate, self.bias, self.all, CHOSEN, TEXT, False)
+
+    def share(self, held: tuple[int, ...]) -> PackedExperts:
+        index = torch.tensor(held, device="cuda")
+
+        def cut(part: PackedWeights) -> PackedWeights:
+            return PackedWeights(part.format, part.codes[index], part.scales[index], part.rows, part.columns)
+
+        return PackedExperts(cut(self.all.w13), cut(self.all.w2), self.all.shared_w13, self.all.shared_w2)
+
+
+class Bench:
+    """One rank."""
+
+    def __init__(self, rank: int, group: GlooGroup) -> None:
+        self.rank, self.group = rank, group
+        self.tensors = group.split(2, "cuda")
+        self.block = Block()
+        self.alone = self.block.alone()
+        self.shares: dict[tuple[int, ...], PackedExperts] = {}
+        self.results: dict[str, Any] = {"rank": rank, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize()
+        self.group.max([0])
+
+    def exchange(self, *, extra: int = 0, exact: bool = False, route: Route = Route.GATHER, attach: bool = True) -> ExpertExchange:
+        placement = Placement.initial(EXPERTS, extra, 2)
+        exchange = ExpertExchange(
+            self.tensors,
+            placement,
+            LAYERS,
+            LAYERS,
+            exact=exact,
+            route=route,
+            device="cuda",
+            hidden=HIDDEN,
+            dtype=torch.bfloat16,
+            num_chosen=CHOSEN,
+        )
+        if attach:
+            held = exchange.local_experts
+            if held not in self.shares:
+                self.shares = {held: self.block.share(held)}
+            for number in range(LAYERS):
+                exchange.attach(number, replace(self.alone, experts=self.shares[held], exchange=exchange))
+        return exchange
+
+    def rows(self, count: int, seed: int) -> Tensor:
+        """Inputs of one call."""
+        draw = torch.Generator("cuda").manual_seed(1000 * seed + self.rank)
+        return torch.randn(count, HIDDEN, device="cuda", generator=draw).bfloat16()
+
+    def hot_bias(self, hot: int) -> Tensor:
+        """Selection biases with which the first `hot` experts get HOT times their share; the same on both ranks."""
+        draw = torch.Generator("cuda").manual_seed(7)
+        logits = self.block.gate(torch.randn(8192, HIDDEN, device="cuda", generator=draw).bfloat16())
+        low, high = 0.0, 8.0
+        for _ in range(20):
+            bias = torch.zeros(EXPERTS, device="cuda")
+            bias[:hot] = (low + high) / 2
+            ids, _ = route_experts(logits, bias, CHOSEN, 1.0)
+            share = float((ids < hot).sum()) / len(ids) / hot / (CHOSEN / EXPERTS)
+            low, high = (low, (low + high) / 2) if share > HOT else ((low + high) / 2, high)
+        return bias
+
+    # ---- correctness
+
+    def equality(self) -> dict[str, float]:
+        """Largest relative error of the shared block against the whole one, by route, sum and rows of the two ranks."""
+        errors = {}
+        for route in Route:
+            for exact in (False, True):
+                exchange = self.exchange(exact=exact, route=route)
+                moe = block_of(exchange, 0)
+                for counts in ((8, 8), (64, 3), (0, 5), (256, 256), (700, 1024)):
+                    count = counts[self.rank]
+                    x = self.rows(count, seed=count)
+                    exchange.begin(count, count)
+                    got = moe(x, 0) if count else x
+                    exchange.finish()
+                    if count:
+                        want = self.alone(x).float()
+                        errors[f"{route} {'exact' if exact else 'summed'} {counts}"] = float(
+                            (got.float() - want).abs().max() / want.abs().max()
+                        )
+                    assert bool(got.isfinite().all())
+        return errors
+
+    def engine(self) -> dict[str, float]:
+        """A small model through the runner: logits of a prompt and of decode steps against those of a rank with all experts."""
+        from engine.batch import Batch, StepKind
+        from engine.config import EngineConfig
+        from engine.model_runner import ModelRunner
+        from tests.models.golden import GOLDEN, PROMPTS, Seq
+
+        errors: dict[str, float] = {}
+        logits: dict[int, list[Tensor]] = {}
+        for ep in (1, 2):
+            sizes: dict[str, Any] = {"block_size": 16, "num_blocks": 80, "max_num_seqs": 4, "max_model_len": 384, "num_draft_tokens": 4}
+            config = EngineConfig(model=str(GOLDEN / "tiny-a-bf16"), device="cuda", precision="B", dp=2, ep=ep, enforce_eager=True, **sizes)
+            runner = ModelRunner(config, group=self.group)
+            seq = Seq(runner, PROMPTS[3][: 60 + 20 * self.rank], 1)
+            logits[ep] = [runner.run(Batch(StepKind.PREFILL, [seq.slice(40 + 20 * self.rank)])).clone()]
+            for step in range(8):
+                if self.rank == 1 and step % 2:
+                    if ep > 1:
+                        runner.join(StepKind.DECODE)
+                else:
+                    logits[ep].append(runner.run(Batch(StepKind.DECODE, [seq.slice(seq.done + 1)])).clone())
+        for number, (one, two) in enumerate(zip(logits[1], logits[2], strict=True)):
+            errors[f"step {number}"] = float((one - two).abs().max() / one.abs().max())
+        return errors
+
+    # ---- time
+
+    def record(self, call: Callable[[], Any]) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call()
+        torch.cuda.synchronize()
+        return graph.replay
+
+    def microseconds(self, replay: Callable[[], None], together: bool = True) -> float:
+        """Median of one call's time. together: on both ranks at once; the call before brings them into step."""
+        times = []
+        for _ in range(ROUNDS + 2):
+            if together:
+                self.barrier()
+            replay()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / LAYERS)
+        return statistics.median(times[2:])
+
+    def shared_calls(self, exchange: ExpertExchange, inputs: list[Tensor]) -> Callable[[], None]:
+        """The block on all inputs, as a graph. Capacities are agreed on once, as they are once per step."""
+        exchange.begin(len(inputs[0]), len(inputs[0]))
+        exchange.finish()
+
+        def call() -> None:
+            exchange.restart()
+            for number, x in enumerate(inputs):
+                block_of(exchange, number)(x, number)
+
+        return self.record(call)
+
+    def decode(self) -> None:
+        for count in BATCHES:
+            inputs = [self.rows(count, seed=count + 10 * n) for n in range(LAYERS)]
+            row: dict[str, Any] = {"rows_per_rank": count}
+            alone = self.record(partial(self.run_alone, inputs))
+            for turn in range(2):  # the other rank waits
+                self.barrier()
+                if turn == self.rank:
+                    row["alone_us"] = self.microseconds(alone, together=False)
+                self.barrier()
+            row["both_alone_us"] = self.microseconds(alone)
+            for route in Route:
+                exchange = self.exchange(route=route)
+                replay = self.shared_calls(exchange, inputs)
+                row[f"{route}_us"] = self.microseconds(replay)
+                # The same without experts: what is left is dispatch, combine and the router.
+                idle = self.exchange(route=route, attach=False)
+                nothing = NoExperts(self.block, idle)
+                for number in range(LAYERS):
+                    idle.attach(number, nothing)
+                row[f"{route}_comm_us"] = self.microseconds(self.shared_calls(idle, inputs)) - row.setdefault(
+                    "router_us", self.router(inputs)
+                )
+            row["speedup"] = 2 * row["alone_us"] / min(row["gather_us"], row["all_to_all_us"])
+            row["independent"] = 2 * row["alone_us"] / row["both_alone_us"]
+            row["comm_share"] = row["gather_comm_us"] / row["gather_us"]
+            self.results.setdefault("decode", []).append(row)
+            print(self.rank, json.dumps(row), flush=True)
+
+    def run_alone(self, inputs: list[Tensor]) -> None:
+        for x in inputs:
+            self.alone(x)
+
+    def router(self, inputs: list[Tensor]) -> float:
+        block = self.block
+
+        def call() -> None:
+            for x in inputs:
+                route_experts(block.gate(x), block.bias, CHOSEN, TEXT.routed_scaling_factor)
+
+        return self.microseconds(self.record(call))
+
+    # ---- balance
+
+    def recovery(self) -> None:
+        """Time of a step with hot experts before and after balancing, beside that of even routing."""
+        for hot in (1, 16):
+            self.results.setdefault("balance", []).append(self.recover(hot, self.hot_bias(hot)))
+            print(self.rank, json.dumps(self.results["balance"][-1]), flush=True)
+
+    def recover(self, hot: int, bias: Tensor) -> dict[str, Any]:
+        count = BATCHES[-1]
+        inputs = [self.rows(count, seed=n) for n in range(LAYERS)]
+        exchange = self.exchange(extra=16)
+        even_us = self.microseconds(self.shared_calls(exchange, inputs))
+        skewed = replace(block_of(exchange, 0), bias=bias)
+        # Layers move one by one, so each needs weights of its own.
+        for number in range(LAYERS):
+            exchange.layers[number].experts[:] = [replace(skewed, experts=copy_of(skewed.experts))]
+        before_us = self.microseconds(self.shared_calls(exchange, inputs))
+        balancer = Balancer(exchange, BalanceSettings(interval=8, window=8, report=8))
+        history = []
+        for _ in range(16 + LAYERS):
+            exchange.begin(count, count)
+            outputs = [block_of(exchange, number)(x, number) for number, x in enumerate(inputs)]
+            exchange.finish()
+            balancer.end_step(False)
+            history.append(outputs)
+        exchange.counting = False
+        after_us = self.microseconds(self.shared_calls(exchange, inputs))
+        change = max(
+            float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in zip(history[0], history[-1], strict=True)
+        )
+        figures = balancer.figures
+        return {
+            "hot_experts": hot,
+            "rows_per_rank": count,
+            "even_us": even_us,
+            "skewed_us": before_us,
+            "balanced_us": after_us,
+            "recovered": even_us / after_us,
+            "balance": figures.balance,
+            "moved_layers": figures.moved_layers,
+            "moved_bytes": figures.moved_bytes,
+            "largest_change": change,
+        }
+
+
+def block_of(exchange: ExpertExchange, number: int) -> Any:
+    """The block that computes a layer."""
+    return exchange.layers[number].experts[0]
+
+
+def copy_of(experts: PackedExperts) -> PackedExperts:
+    def copied(part: PackedWeights) -> PackedWeights:
+        return PackedWeights(part.format, part.codes.clone(), part.scales.clone(), part.rows, part.columns)
+
+    return PackedExperts(copied(experts.w13), copied(experts.w2), experts.shared_w13, experts.shared_w2)
+
+
+class NoExperts(PackedMoE):
+    """A block whose experts cost nothing."""
+
+    def __init__(self, block: Block, exchange: ExpertExchange) -> None:
+        for name, value in (
+            ("gate", block.gate), ("bias", block.bias), ("experts", block.all), ("num_chosen", CHOSEN), ("text", TEXT), ("quantize", False),
+            ("exchange", exchange),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
+
+    def summed(self, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        return x.contiguous()
+
+    def shared(self, x: Tensor) -> Tensor:
+        return x
+
+
+def rank_main(rank: int, out: Path) -> None:
+    began = time.monotonic()
+    select("auto", "cuda")
+    bench = Bench(rank, GlooGroup(rank, 2, init_file=str(out / "meet"), timeout_s=120))
+    for name, part in (("equality", bench.equality), ("engine", bench.engine), ("decode", bench.decode), ("recovery", bench.recovery)):
+        result = part()
+        if result is not None:
+            bench.results[name] = result
+        bench.results["seconds"] = round(time.monotonic() - began, 1)
+        (out / f"rank-{rank}.json").write_text(json.dumps(bench.results, indent=1))
+        print(rank, name, "done after", bench.results["seconds"], "s", flush=True)
+    bench.barrier()
+    os._exit(0)  # graphs hold communicators; nothing is left to be written
+
+
+def main(out: Path) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "meet").unlink(missing_ok=True)
+    quiet = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.two_gpus", str(out), str(rank)],
+            env={**os.environ, **quiet, "CUDA_VISIBLE_DEVICES": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    status = max(abs(process.wait()) for process in ranks)
+    report(out)
+    return status
+
+
+def report(out: Path) -> None:
+    path = out / "rank-0.json"
+    if not path.exists():
+        print("no results")
+        return
+    results = json.loads(path.read_text())
+    errors = results.get("equality", {})
+    print(f"largest relative error of {len(errors)} comparisons: {max(errors.values(), default=float('nan')):.2e}")
+    steps = results.get("engine", {})
+    print(f"largest relative error of {len(steps)} steps of a small model: {max(steps.values(), default=float('nan')):.2e}")
+    print(f"{'rows':>5} {'alone':>8} {'both':>8} {'gather':>8} {'a2a':>8} {'speedup':>8} {'indep.':>7} {'comm':>6} {'share':>6}")
+    for row in results.get("decode", []):
+        print(
+            f"{row['rows_per_rank']:>5} {row['alone_us']:>8.1f} {row['both_alone_us']:>8.1f} {row['gather_us']:>8.1f} "
+            f"{row['all_to_all_us']:>8.1f} {row['speedup']:>8.2f} {row['independent']:>7.2f} {row['gather_comm_us']:>6.1f} "
+            f"{row['comm_share']:>6.2f}"
+        )
+    for row in results.get("balance", []):
+        print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        rank_main(int(sys.argv[2]), Path(sys.argv[1]))
+    else:
+        sys.exit(main(Path(sys.argv[1])))
