@@ -229,9 +229,10 @@ class _Trip:
 
 
 def _padded(packed: Tensor, rows: int, width: int) -> Tensor:
-    """The rows, then rows without a choice. Slots below 0 say so; whatever else is in them has no effect."""
+    """The rows, then rows of zeros without a choice: slots below 0."""
     if len(packed) == rows:
         return packed
-    padded = packed.new_full((rows, packed.shape[1]), -1)
+    padded = packed.new_zeros(rows, packed.shape[1])
+    padded[len(packed) :, width:] = -1
     padded[: len(packed)] = packed
     return padded

@@ -16,8 +16,8 @@ NUM, INNER, HIDDEN = 4, 32, 64
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return emulated_kernels(tmp_path_factory.mktemp("native"))
+def run():
+    return emulated_kernels()
 
 
 def share(whole: PackedExperts, first: int, count: int) -> PackedExperts:
