@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
-from engine.distributed import Group
 from engine.errors import ConfigError
 
 # While somebody decodes, at most this many prompt steps follow each other, then this many decode steps come in between.
@@ -28,6 +28,12 @@ DECODE_PAUSE = 2
 
 _INTERVAL_BITS = 20  # an interval change travels as one integer: sequence number, attempt-interval, any-interval
 MAX_INTERVAL = 2**_INTERVAL_BITS - 1
+
+
+class Voters(Protocol):
+    """What a vote needs of a group of ranks, see `engine.distributed.Group`."""
+
+    def max(self, values: list[int]) -> list[int]: ...
 
 
 class VoteRule(StrEnum):
@@ -57,7 +63,7 @@ class Ballot:
 class PrefillGate:
     """Counts steps and takes the votes. Every rank of the group calls the same methods in the same order."""
 
-    def __init__(self, group: Group, attempt_interval: int, any_interval: int, rule: VoteRule = VoteRule.INTERVALS) -> None:
+    def __init__(self, group: Voters, attempt_interval: int, any_interval: int, rule: VoteRule = VoteRule.INTERVALS) -> None:
         self.group = group
         self.rule = rule
         self.attempt_interval = attempt_interval

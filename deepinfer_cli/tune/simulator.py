@@ -72,17 +72,11 @@ class Simulated:
 class Tally:
     """The group as the gate sees it: every all-reduce returns what all ranks together said."""
 
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.said: list[int] = []
 
     def max(self, values: list[int]) -> list[int]:
         return self.said
-
-    def close(self) -> None:
-        return None
 
 
 class Rank:
@@ -116,7 +110,7 @@ class Simulation:
         max_num_seqs: int = 256,
         rule: VoteRule = VoteRule.INTERVALS,
     ) -> None:
-        self._tally = Tally(ranks)
+        self._tally = Tally()
         self._gate = PrefillGate(self._tally, attempt, any_, rule)
         self._costs, self._chunk, self._limit = costs, chunk_tokens, max_num_seqs
         self._ranks = [Rank() for _ in range(ranks)]

@@ -150,7 +150,7 @@ def test_preemption_recomputes_together(prompts):
     assert stats["preemptions_total"] > 0
 
 
-@pytest.mark.parametrize("mode", [{}, KEEP])
+@pytest.mark.parametrize("mode", [{}, KEEP, {**KEEP, "precision": "B", "cache_rows": "packed"}], ids=["off", "compact", "packed"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_logits_of_mixed_batches_equal_those_of_one_rank(mode, cp):
     """Random prompts in random chunks, rows of all lengths: the logits are those of one rank to fp32 rounding."""
@@ -197,6 +197,9 @@ def test_logits_of_mixed_batches_equal_those_of_one_rank(mode, cp):
     together = {number: row for logits in run_ranks(cp, runs) for number, row in logits.items()}
     assert sorted(together) == list(range(len(prompts)))
     for number, row in together.items():
+        if "precision" in mode:  # bf16, and rounded rows: a different order of sums may move a value over an edge
+            assert torch.nn.functional.cosine_similarity(row, alone[number], dim=0) > 0.999
+            continue
         torch.testing.assert_close(row, alone[number], rtol=0, atol=2e-5)
         assert int(row.argmax()) == int(alone[number].argmax())
 

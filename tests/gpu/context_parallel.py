@@ -1,7 +1,8 @@
 """One long prompt on one rank and on two that prefill together: `python -m tests.gpu.context_parallel OUT [--device cpu]`.
 
 Layers of the released shapes with random weights (on CPUs the small golden model), compact truncation, the prompt in chunks. Each rank
-is a process with a GPU of its own. The chunk of one rank and of two together is the same. Prints a table; the logits of both must agree.
+is a process with a GPU of its own. The chunk of one rank and of two together is the same. Prints a row per chunk size as it comes; no new
+one begins after `LATEST_S`. The logits of both must agree.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 
 LAYERS = (2, 3, 8, 9, 20, 21)
 GOLDEN = Path(__file__).parents[1] / "golden" / "model" / "tiny-a-bf16"
-LONG, KEEP, ROUNDS = 65_536, 140, 3
-CHUNKS = {"cuda": (8_192, 16_384, 32_768), "cpu": (64, 128)}
+LONG, KEEP, ROUNDS, LATEST_S = 65_536, 140, 2, 60.0
+CHUNKS = {"cuda": (16_384, 32_768, 8_192), "cpu": (64, 128)}
 
 
 def settings(device: str, model: str, ranks: int, length: int, chunk: int) -> dict[str, Any]:
@@ -37,8 +38,10 @@ def settings(device: str, model: str, ranks: int, length: int, chunk: int) -> di
     return common | {"load_format": "dummy", "yoco_keep_tokens": KEEP, "num_blocks": ranks * (length // 128 + 2) + 1}
 
 
-def prefill(runner: Any, prompt: list[int], chunk: int, owner: bool) -> Any:
+def prefill(runner: Any, prompt: list[int], chunk: int, together: bool, owner: bool) -> Any:
     """The whole prompt on state slot 1 and the first blocks. Returns its logits [1, V], or none for a rank that only helps."""
+    import torch
+
     from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
 
     logits = None
@@ -51,27 +54,31 @@ def prefill(runner: Any, prompt: list[int], chunk: int, owner: bool) -> Any:
             continue
         rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
         history = tuple(prompt[max(0, start - back) : start])
-        piece = SequenceSlice(prompt[start:end], start, len(prompt), table, 1, history, logit_rows=rows)
-        logits = runner.run(Batch(StepKind.PREFILL, [piece]))
+        batch = Batch(StepKind.PREFILL, [SequenceSlice(prompt[start:end], start, len(prompt), table, 1, history, logit_rows=rows)])
+        with torch.inference_mode():
+            # `_forward` is what a rank runs that prefills alone.
+            logits = runner.run(batch) if together else runner._forward(batch, None)
     return logits
 
 
-def measure(runner: Any, prompt: list[int], chunk: int, owner: bool) -> tuple[list[float], Any]:
-    """Seconds of `ROUNDS` prefills after one that is not counted, and the last logits."""
+def measure(runner: Any, prompt: list[int], chunk: int, together: bool, owner: bool) -> tuple[list[float], Any]:
+    """Seconds of `ROUNDS` prefills after two chunks that are not counted, and the last logits."""
+    times, logits = [], None
+    prefill(runner, prompt[: 2 * chunk], chunk, together, owner)
+    for _ in range(ROUNDS):
+        wait(runner)
+        began = time.perf_counter()
+        logits = prefill(runner, prompt, chunk, together, owner)
+        wait(runner)
+        times.append(time.perf_counter() - began)
+    return times, logits
+
+
+def wait(runner: Any) -> None:
     import torch
 
-    def wait() -> None:
-        if runner.limits.device == "cuda":
-            torch.cuda.synchronize()
-
-    times, logits = [], None
-    for _ in range(ROUNDS + 1):
-        wait()
-        began = time.perf_counter()
-        logits = prefill(runner, prompt, chunk, owner)
-        wait()
-        times.append(time.perf_counter() - began)
-    return times[1:], logits
+    if runner.limits.device == "cuda":
+        torch.cuda.synchronize()
 
 
 def gather_ms(runner: Any, rows: int) -> float:
@@ -83,13 +90,11 @@ def gather_ms(runner: Any, rows: int) -> float:
     out = mine.new_empty(group.size, *mine.shape)
     for _ in range(3):
         group.all_gather(out, mine)
-    if runner.limits.device == "cuda":
-        torch.cuda.synchronize()
+    wait(runner)
     began = time.perf_counter()
     for _ in range(20):
         group.all_gather(out, mine)
-    if runner.limits.device == "cuda":
-        torch.cuda.synchronize()
+    wait(runner)
     return (time.perf_counter() - began) / 20 * 1e3
 
 
@@ -100,33 +105,41 @@ def rank_main(rank: int, device: str, model: str, meeting: str, out: Path) -> No
     from engine.distributed import GlooGroup
     from engine.model_runner import ModelRunner
 
-    chunks = CHUNKS[device]
+    began = time.monotonic()
     length = LONG if device == "cuda" else 300
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(2, 400, (length,), generator=draw).tolist()
-    report: dict[str, Any] = {"rank": rank, "length": length, "alone": {}, "together": {}, "gather_ms": {}}
     group = GlooGroup(rank, 2, init_file=meeting, timeout_s=300)
-    alone = ModelRunner(EngineConfig(**settings(device, model, 1, length, max(chunks))))
-    kept: dict[int, Any] = {}
-    for chunk in chunks:
-        report["alone"][chunk], logits = measure(alone, prompt, chunk, owner=True)
-        kept[chunk] = logits.float().cpu()
-    del alone
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    together = ModelRunner(EngineConfig(**settings(device, model, 2, length, max(chunks))), group=group)
-    for chunk in chunks:
-        report["together"][chunk], logits = measure(together, prompt, chunk, owner=rank == 0)
-        report["gather_ms"][chunk] = gather_ms(together, chunk // 2)
+    runner = ModelRunner(EngineConfig(**settings(device, model, 2, length, max(CHUNKS[device]))), group=group)
+    report: dict[str, Any] = {"rank": rank, "length": length, "ready_s": time.monotonic() - began, "chunks": {}}
+    if rank == 0:
+        print(f"prompt of {length} tokens, median of {ROUNDS}; alone: one rank; together: two; ready after {report['ready_s']:.0f} s")
+        print(
+            f"{'chunk':>7} {'alone s':>9} {'together s':>11} {'ratio':>6} {'spread':>7} {'gather ms':>10} {'cosine':>9} same token",
+            flush=True,
+        )
+    for chunk in CHUNKS[device]:
+        if group.max([int(time.monotonic() - began > LATEST_S)])[0]:
+            break
+        alone, expected = measure(runner, prompt, chunk, together=False, owner=True)
+        group.max([0])
+        joint, logits = measure(runner, prompt, chunk, together=True, owner=rank == 0)
+        row: dict[str, Any] = {"alone_s": alone, "together_s": joint, "gather_ms": gather_ms(runner, chunk // 2)}
         if rank == 0:
-            found = logits.float().cpu()
-            cosine = torch.nn.functional.cosine_similarity(found, kept[chunk]).item()
-            report[f"cosine-{chunk}"] = cosine
-            report[f"same-token-{chunk}"] = bool((found.argmax(-1) == kept[chunk].argmax(-1)).all())
-    (out / f"rank-{rank}.json").write_text(json.dumps(report))
-    group.close()
+            row["cosine"] = torch.nn.functional.cosine_similarity(logits.float(), expected.float()).item()
+            row["same_token"] = bool((logits.argmax(-1) == expected.argmax(-1)).all())
+            show(chunk, row)
+        report["chunks"][chunk] = row
+        (out / f"rank-{rank}.json").write_text(json.dumps(report))
     sys.stdout.flush()
     os._exit(0)  # NCCL's own threads may wait for the peer's
+
+
+def show(chunk: int, row: dict[str, Any]) -> None:
+    alone, joint = statistics.median(row["alone_s"]), statistics.median(row["together_s"])
+    spread = (max(row["together_s"]) - min(row["together_s"])) / joint
+    facts = f"{row['gather_ms']:10.3f} {row['cosine']:9.6f} {row['same_token']}"
+    print(f"{chunk:>7} {alone:9.3f} {joint:11.3f} {alone / joint:6.2f} {spread:7.1%} {facts}", flush=True)
 
 
 def main() -> None:
@@ -156,19 +169,6 @@ def main() -> None:
         codes = [child.wait() for child in children]
     if any(codes):
         sys.exit(f"ranks exited with {codes}")
-    show(options.out)
-
-
-def show(out: Path) -> None:
-    helper, owner = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in (1, 0))
-    print(f"prompt of {owner['length']} tokens, median of {ROUNDS}; alone: one rank; together: two")
-    print(f"{'chunk':>7} {'alone s':>9} {'together s':>11} {'ratio':>6} {'spread':>7} {'gather ms':>10} {'cosine':>9} same token")
-    for chunk, times in owner["together"].items():
-        alone = statistics.median(owner["alone"][chunk] + helper["alone"][chunk])
-        joint = statistics.median(times)
-        spread = (max(times) - min(times)) / joint
-        facts = f"{owner['gather_ms'][chunk]:10.3f} {owner[f'cosine-{chunk}']:9.6f} {owner[f'same-token-{chunk}']}"
-        print(f"{chunk:>7} {alone:9.3f} {joint:11.3f} {alone / joint:6.2f} {spread:7.1%} {facts}")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Cluster:
         self.shared = shared
         self.ranks = [SimulatedRank(_Simulator(shape)) for _ in range(ranks)]
         self.space = self.ranks[0].cache.keys
-        self.tally = Tally(ranks)
+        self.tally = Tally()
         self.gate = PrefillGate(self.tally, 70, 2)
         rule = RestoreRule(shape.keep_tokens, shape.min_restore_tokens, HERD_MIN)
         self.router = Router(policy, costs=CostModel(rule, running_tokens))

@@ -1,0 +1,125 @@
+"""kill -9 of one rank under load, at random points: nothing hangs, no request is lost without an error, the group serves again."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Dix, Server, alive, kill, start, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
+CLIENTS = 6
+BOUND_S = 15.0
+KILLS_PER_SERVER = 2  # a third one within ten minutes is answered with a pause of 30 s
+# Independent ranks, and ranks that need each other in every layer.
+LAYOUTS = (("--dp", "2"), ("--dp", "2", "--cp", "2", "--ep", "2"))
+
+
+@dataclass
+class Outcome:
+    """One request. kind: whole, error (the server said so), or what went wrong."""
+
+    began_s: float
+    kind: str = ""
+    ended_s: float = 0.0
+
+
+@dataclass
+class Load:
+    """Clients that send random requests one after the other until they are told to stop."""
+
+    url: str
+    seed: int
+    outcomes: list[Outcome] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Load:
+        for number in range(CLIENTS):
+            thread = threading.Thread(target=self._client, args=(random.Random(f"{self.seed}/{number}"),), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(90)
+            assert not thread.is_alive(), "a client still waits"
+
+    def _client(self, draw: random.Random) -> None:
+        while not self.stop.is_set():
+            outcome = Outcome(time.monotonic())
+            self.outcomes.append(outcome)
+            prompt = [draw.randrange(20, 900) for _ in range(draw.choice([3, 40, 300, 700]))]
+            body = {"prompt": prompt, "max_tokens": draw.randrange(1, 60), "ignore_eos": True, "stream": draw.random() < 0.6}
+            try:
+                outcome.kind = ask(f"{self.url}/v1/completions", body)
+            except httpx.HTTPError as error:
+                outcome.kind = f"broken: {error!r}"
+            outcome.ended_s = time.monotonic()
+            if outcome.kind == "error":
+                time.sleep(0.2)
+
+
+def ask(url: str, body: dict[str, Any]) -> str:
+    with httpx.stream("POST", url, json=body, timeout=60) as reply:
+        if not body["stream"]:
+            answer = httpx.Response(reply.status_code, content=reply.read()).json()
+            if reply.status_code == 200:
+                return "whole" if answer["choices"][0]["finish_reason"] == "length" else f"odd end: {answer['choices']}"
+            return "error" if reply.status_code >= 500 and answer["error"]["message"] else f"odd status {reply.status_code}"
+        if reply.status_code != 200:
+            return "error" if reply.status_code >= 500 else f"odd status {reply.status_code}"
+        lines = list(reply.iter_lines())
+    if "event: error" in lines:
+        return "error" if "data: [DONE]" not in lines else "both an error and an end"
+    return "whole" if "data: [DONE]" in lines else f"cut: {lines[-2:]}"
+
+
+def kill_once(server: Server, draw: random.Random) -> None:
+    """Load, a kill somewhere in it, and everything that must hold afterwards."""
+    with Load(server.url, draw.randrange(10**9)) as load:
+        wait_until("the load runs", lambda: sum(outcome.kind == "whole" for outcome in load.outcomes) >= 3, 150)
+        time.sleep(draw.uniform(0.0, 1.5))
+        killed_s = time.monotonic()
+        kill(server.rank_pid(draw.randrange(2)))
+        time.sleep(1.0)
+    touched = [outcome for outcome in load.outcomes if outcome.ended_s >= killed_s]
+    assert {outcome.kind for outcome in load.outcomes} <= {"whole", "error"}, [
+        o.kind for o in load.outcomes if o.kind not in ("whole", "error")
+    ]
+    assert any(outcome.kind == "error" for outcome in touched), "nobody noticed"
+    assert max(outcome.ended_s for outcome in touched) - killed_s < BOUND_S
+    wait_until("the group serves again", lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 120)
+    assert ask(f"{server.url}/v1/completions", {"prompt": [50, 51], "max_tokens": 3, "ignore_eos": True, "stream": False}) == "whole"
+    requests = server.metrics()["requests"]
+    assert (requests["active"], requests["queued"], requests["streams_open"]) == (0, 0, 0)
+
+
+def kill_many(dix: Dix, kills: int, seed: int) -> None:
+    draw = random.Random(seed)
+    for number in range(0, kills, KILLS_PER_SERVER):
+        server = start(dix, "killed", *LAYOUTS[number // KILLS_PER_SERVER % len(LAYOUTS)])
+        try:
+            for _ in range(min(KILLS_PER_SERVER, kills - number)):
+                kill_once(server, draw)
+        finally:
+            processes = dix.processes("killed")
+            dix("stop", "killed", "--grace", "1s")
+        wait_until("all processes are gone", lambda left=processes: not alive(left), 15)  # type: ignore[misc]
+
+
+def test_five_kills_under_load(dix: Dix) -> None:
+    kill_many(dix, 5, seed=1)
+
+
+@pytest.mark.slow
+def test_fifty_kills_under_load(dix: Dix) -> None:
+    kill_many(dix, 50, seed=2)
