@@ -9,6 +9,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+
+
 @pytest.fixture
 def device():
     """Where kernels under test run: the GPU, or the CPU with the interpreter."""
