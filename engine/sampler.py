@@ -80,7 +80,7 @@ class Sampler:
         if any(seq.matcher is not None for seq in rows) or not all(t.on_device or (kernel and t.plain_drawn) for t in traits):
             return None
         if kernel and any(t.plain_drawn for t in traits):
-            return Readout(*sample_rows(logits, _draws(rows, traits, logits.device), self.num_tokens))
+            return Readout(*sample_rows(logits, row_draws(rows, logits.device), self.num_tokens))
         best, ids = _largest(logits)
         drawn = [i for i, t in enumerate(traits) if not t.greedy]
         if drawn:
@@ -217,17 +217,18 @@ def draw_tokens(probs: Tensor, rows: list[Sequence], positions: list[int]) -> Te
     return tokens
 
 
-def _draws(rows: list[Sequence], traits: list[_Traits], device: torch.device) -> Draws:
-    """What every row draws with, see `draw_tokens`."""
+def row_draws(rows: list[Sequence], device: torch.device) -> Draws:
+    """What every row draws with on the device, see `draw_tokens`."""
+    params = [seq.request.params for seq in rows]
     seeds, positions = [seq.seed for seq in rows], [len(seq.token_ids) for seq in rows]
-    modes = [Mode.GREEDY if t.greedy else Mode.INVERSE if t.params.seed is None else Mode.RACE for t in traits]
+    modes = [Mode.GREEDY if p.temperature == 0.0 else Mode.INVERSE if p.seed is None else Mode.RACE for p in params]
     keys, numbers = race_keys(seeds, positions).tolist(), draws53(seeds, positions).tolist()
     chosen = [key if mode is Mode.RACE else number for mode, key, number in zip(modes, keys, numbers, strict=True)]
     return Draws(
-        to_device([t.params.temperature for t in traits], torch.float32, device),
+        to_device([p.temperature for p in params], torch.float32, device),
         to_device([int(mode) for mode in modes], torch.int32, device),
         to_device(chosen, torch.int64, device),
-        _filters([t.params for t in traits], device) if any(t.filters and not t.greedy for t in traits) else None,
+        _filters(params, device) if any(p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0 for p in params) else None,
     )
 
 

@@ -199,7 +199,8 @@ template <Format kFormat, Epilogue kEpilogue, int kTiles, int kSlices>
 int launch(const PackedGemm& p, int num_blocks, cudaStream_t stream) {
     constexpr int kShared = kWarps * (kStagesOf<kTiles> * kStageBytes + (kSlices > 1 ? kTiles * 512 : 0));
     const auto kernel = packed_gemm<kFormat, kEpilogue, kTiles, kSlices>;
-    static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    // Every time: the attribute belongs to the device that is current, and a process may use several.
+    const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (ready != cudaSuccess) return ready;
     DIX_LAUNCH(kernel, num_blocks, kWarps * 32, kShared, stream, p);
     return cudaGetLastError();

@@ -191,7 +191,7 @@ template <Format kFormat, Epilogue kEpilogue>
 int launch_tiles(const PackedGemm& p, int num_blocks, cudaStream_t stream) {
     constexpr int kShared = kTileStages * Stage<kFormat>::kBytes;
     const auto kernel = packed_tiles<kFormat, kEpilogue>;
-    static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (ready != cudaSuccess) return ready;
     DIX_LAUNCH(kernel, num_blocks, kTileThreads, kShared, stream, p);
     return cudaGetLastError();

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from engine.errors import RequestError
 from engine.logit_edits import LogitEdits
+from engine.ops.sample_rows import SAMPLE_ROWS
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampler import FIXED_ONE, LOGPROB_FLOOR, Sampler, draw, filter_candidates, filter_sorted, fixed_point, probabilities
+from engine.sampler import FIXED_ONE, LOGPROB_FLOOR, Sampler, draw, filter_candidates, filter_sorted, fixed_point, probabilities, row_draws
 
 _ids = count()
 EOS = frozenset([1])
@@ -298,3 +300,18 @@ def test_invalid_logits_fail_only_their_row(bad, params):
 def test_parameters_outside_their_range_are_refused(name, value):
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})
+
+
+# ---- on the device
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.05}, {"top_p": 0.5, "top_k": 40}])
+def test_rows_drawn_on_the_device_get_the_tokens_of_the_general_way(filters):
+    logits = random_logits(24, 700)
+    kinds = [{"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 0}]
+    rows = [row(1000 + i, output=range(i), **kinds[i % 3], **(filters if i % 2 else {})) for i in range(24)]
+    for seq in rows[::4]:  # a seed of its own: these race
+        seq.request = replace(seq.request, params=replace(seq.request.params, seed=seq.seed))
+    ids, best = SAMPLE_ROWS.reference(logits, row_draws(rows, logits.device), 600)
+    assert [[token] for token in ids.tolist()] == sampler(600)(logits, rows).token_ids
+    assert torch.equal(best, logits[:, :600].amax(1))
