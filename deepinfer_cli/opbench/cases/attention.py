@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from deepinfer_cli.opbench.case import Call, Case, Prepared, Setting, Target, num_copies, relative_error
@@ -61,7 +63,7 @@ def _attention(id: str, rows: int, target: Target, *, shared_keys: bool = False)
             wanted = ROW_ATTENTION.reference(q[part].float(), rot[part], few, sink, scale, 0)
             return relative_error(row_attention(q, rot, sources, sink, scale)[part], wanted), ROW_ATTENTION.tolerance.bf16
 
-        calls = [lambda p=p: row_attention(*p, scale) for p in made]
+        calls = [partial(row_attention, *problem, scale) for problem in made]
         peers = {"torch sdpa on bf16 rows": [_library(q, sources) for q, _, sources, _ in made]} if count <= 256 else {}
         flops = count * heads * (window + topk) * width * 4
         return Prepared(calls, num_bytes, flops, peers, check)

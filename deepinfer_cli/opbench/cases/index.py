@@ -27,7 +27,7 @@ def _problem(setting: Setting, rows: int, context: int) -> tuple[IndexQuery, Pag
     heads, width, per_block = (16, 32, 16) if setting.small else (_HEADS, _WIDTH, _PER_BLOCK)
     pages, size = -(-context // per_block), per_block * index_row_bytes(width)
     blocks = torch.empty(rows * pages + 1, -(-size // 128) * 128, dtype=torch.uint8, device=setting.device)
-    some = pack_index_rows(setting.normal(per_block * 8, width)).unflatten(0, (8, per_block))
+    some = pack_index_rows(setting.normal(per_block * 8, width)).view(8, per_block, -1)
     data = width // 2
     pattern = torch.cat((some[:, :, :data].flatten(1), some[:, :, data:].flatten(1)), 1)
     blocks[:, :size] = pattern[torch.arange(len(blocks), device=setting.device) % 8]

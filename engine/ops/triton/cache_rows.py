@@ -37,11 +37,10 @@ def _pack(x_ptr, out_ptr, rows, KIND: tl.constexpr, D2: tl.constexpr, N: tl.cons
         tl.store(out + 2 * half + 1, (words >> 8).to(tl.uint8), mask=known)
         tl.store(out + 2 * D2 + tl.arange(0, D2 // 16)[None, :], scales.to(tl.uint8), mask=known)
     else:
+        GROUP2: tl.constexpr = 8 if KIND == 1 else 16
         if KIND == 1:
-            GROUP2: tl.constexpr = 8
             codes, scales = encode_entries(even, odd, GROUP2)
         else:
-            GROUP2: tl.constexpr = 16
             codes, scales = encode_index(even, odd, GROUP2)
         out = out_ptr + row * (D2 + D2 // GROUP2)
         tl.store(out + half, codes.to(tl.uint8), mask=known)

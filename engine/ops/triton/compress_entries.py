@@ -122,10 +122,11 @@ def compress(projected: Tensor, pairs: PairSource | None, norm: Tensor, eps: flo
     if not len(rows):
         return latent
     projected = projected.contiguous()
-    num_loads = 0 if pairs is None or pairs.load is None else len(pairs.load)
     some = rows if pairs is None else pairs.first
+    load = some if pairs is None or pairs.load is None else pairs.load
+    num_loads = 0 if pairs is None or pairs.load is None else len(load)
     _compress[(len(rows),)](
-        projected, projected if pairs is None else pairs.partial, some if not num_loads else pairs.load, some,
+        projected, projected if pairs is None else pairs.partial, load, some,
         some if pairs is None else pairs.last, norm, _angles(rot), latent, kv_rows, rows, num_loads, eps,
         D2=len(norm) // 2, R2=rot.shape[1], PAIRS=pairs is not None, num_warps=4 if len(norm) >= 256 else 1,
     )  # fmt: skip
