@@ -49,7 +49,8 @@ log = logging.getLogger("front")
 
 def build_front(launch: Launch) -> Front:
     router = Router(launch.server.routing)
-    pool = RankPool(launch.socket_address, launch.local_ranks, launch.server, router, HeartbeatFile(launch.heartbeat_path))
+    heartbeats = HeartbeatFile(launch.heartbeat_path)
+    pool = RankPool(launch.socket_address, launch.local_ranks, launch.server, router, heartbeats, launch.engine.cp)
     metrics = FrontMetrics(launch.served_name)
     pool.on_output = metrics.on_output
     metrics.registry.register(RankCollector(metrics, pool, launch.server.metric_namespaces))

@@ -21,7 +21,7 @@ from server.errors import ApiError, BadRequest, Unavailable
 from server.heartbeat import HeartbeatFile
 from server.prompt_keys import PromptKeys
 from server.rank_index import RankIndexes
-from server.route_cost import RankLoad
+from server.route_cost import RankLoad, shared_queues
 from server.router import Router
 from server.tickets import Ticket
 from server.totals import Record, added, counters_only, empty_record, merged
@@ -55,8 +55,10 @@ class RankView:
 class RankPool:
     """All ranks of a server are coupled: they become ready and fail together."""
 
-    def __init__(self, address: str, size: int, config: ServerConfig, router: Router, heartbeats: HeartbeatFile) -> None:
+    def __init__(self, address: str, size: int, config: ServerConfig, router: Router, heartbeats: HeartbeatFile, cp: int = 1) -> None:
+        """size: ranks of this host. cp: how many consecutive ones prefill together."""
         self.config = config
+        self._cp = cp
         self.router = router
         self.heartbeats = heartbeats
         self.ranks = [RankView(rank) for rank in range(size)]
@@ -159,7 +161,8 @@ class RankPool:
         open_ranks = [view for view in self.ranks if view.sequences + len(requests) <= self._capacity(view)]
         if not open_ranks:
             raise ApiError(429, "queue_full", "too many requests are waiting", type="rate_limit_error", retry_after_s=1)
-        loads = [RankLoad(view.rank, view.queued_tokens, view.sequences) for view in open_ranks]
+        queued = shared_queues([view.queued_tokens for view in self.ranks], self._cp)
+        loads = [RankLoad(view.rank, queued[view.rank], view.sequences) for view in open_ranks]
         first = requests[0]
         decision = self.router.route(session, keys, loads, tie=user, reads_cache=first.cache_read)
         view = self.ranks[decision.rank]

@@ -35,6 +35,12 @@ class RankLoad:
     running: int = 0
 
 
+def shared_queues(queued: Sequence[int], cp: int) -> list[int]:
+    """Prompt tokens in front of a new one on each rank, when `cp` consecutive ranks compute all their prompts together."""
+    groups = [queued[first : first + cp] for first in range(0, len(queued), cp)]
+    return [sum(group) // len(group) for group in groups for _ in group]
+
+
 class StoredPrefixes(Protocol):
     """What the ranks' caches hold."""
 

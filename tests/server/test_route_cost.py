@@ -16,7 +16,7 @@ from hicache.config import HiCacheConfig
 from hicache.segment import CacheHome
 from server.prompt_keys import BLOCK, PromptKeys, prompt_keys
 from server.rank_index import RankIndexes
-from server.route_cost import CostModel, RankLoad, RestoreRule, Saving
+from server.route_cost import CostModel, RankLoad, RestoreRule, Saving, shared_queues
 from server.router import Router
 from tests.engine.test_prefix_cache import FRAME, KEEP, run
 from tests.hicache.fake_kv import FakeKV
@@ -59,6 +59,12 @@ def test_a_queue_longer_than_the_saving_sends_the_prompt_elsewhere() -> None:
     keys = prompt_keys(tokens(1, 8000))
     assert router({0: 5120, 1: 0}).route(None, keys, [RankLoad(0, 4800), RankLoad(1)]).rank == 0
     assert router({0: 5120, 1: 0}).route(None, keys, [RankLoad(0, 5200), RankLoad(1)]).rank == 1
+
+
+def test_ranks_that_prefill_together_have_one_queue() -> None:
+    assert shared_queues([8000, 0, 100, 300], 2) == [4000, 4000, 200, 200]
+    assert shared_queues([8000, 0, 100], 1) == [8000, 0, 100]
+    assert shared_queues([9, 3, 6], 2) == [6, 6, 6]
 
 
 def test_running_sequences_count_a_little() -> None:
