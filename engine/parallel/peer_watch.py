@@ -1,4 +1,7 @@
-"""Finds ranks of other hosts that vanish without a word: heart-beats through the store of the rendezvous."""
+"""Finds ranks of other hosts that vanish without a word: heart-beats through the store of the rendezvous.
+
+A call to a store whose host is cut off never returns, whatever its timeout says, so a second thread watches the first.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Store(Protocol):
 
 
 class PeerWatch:
-    """Beats for one rank and watches the others from a thread of its own. `on_lost` is called once, in that thread, with the reason."""
+    """Beats for one rank and watches the others from threads of its own. `on_lost` is called once, in one of them, with the reason."""
 
     def __init__(
         self,
@@ -37,12 +40,16 @@ class PeerWatch:
         self._keys = [f"beat/{peer}" for peer in range(size)]
         self._beat_s, self._lost_s, self._clock = beat_s, lost_s, clock
         self._count = 0
+        self._answered_s = clock()
         self._stop = threading.Event()
+        self._reporting = threading.Lock()
         self._seen: list[tuple[bytes, float]] = []
         self.beat()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="peer-watch", daemon=True).start()
+        self._answered_s = self._clock()
+        for name, run in (("peer-watch", self._run), ("peer-watch-guard", self._guard)):
+            threading.Thread(target=run, name=name, daemon=True).start()
 
     def close(self) -> None:
         self._stop.set()
@@ -67,6 +74,17 @@ class PeerWatch:
                 lost = self.find_lost()
             except (RuntimeError, ValueError) as error:
                 lost = f"the host of rank 0 does not answer: {str(error).strip().splitlines()[0]}"
-            if lost and not self._stop.is_set():
-                self._on_lost(lost)
-                return
+            self._answered_s = self._clock()
+            if lost:
+                self._report(lost)
+
+    def _guard(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            if self._clock() - self._answered_s > self._lost_s:
+                self._report(f"the host of rank 0 has not answered for {self._lost_s:g} s")
+
+    def _report(self, reason: str) -> None:
+        with self._reporting:
+            if not self._stop.is_set():
+                self._stop.set()
+                self._on_lost(reason)

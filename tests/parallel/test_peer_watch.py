@@ -62,3 +62,20 @@ def test_a_closed_watch_says_nothing():
     store.gone = True
     assert not threading.Event().wait(0.1)
     assert reasons == []
+
+
+def test_a_store_that_never_answers_is_a_lost_host():
+    """A host that is cut off closes nothing: calls to its store do not return."""
+    store, reasons, told, never = FakeStore(), [], threading.Event(), threading.Event()
+
+    def on_lost(reason):
+        reasons.append(reason)
+        told.set()
+
+    PeerWatch(store, 1, 2, lambda reason: None)
+    watch = PeerWatch(store, 0, 2, on_lost, beat_s=0.01, lost_s=0.2)
+    store.multi_get = lambda keys: never.wait(30) and [b"1"] * len(keys)
+    watch.start()
+    assert told.wait(5)
+    never.set()
+    assert reasons == ["the host of rank 0 has not answered for 0.2 s"]
