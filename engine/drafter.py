@@ -131,13 +131,18 @@ class _DraftSampling:
     def __init__(self, points: list[DraftPoint], max_drafts: int, sampled: list[int]) -> None:
         self._max_drafts = max_drafts
         self._sampled = sampled
-        seqs = [point.seq for point in points]
-        self._params = [seqs[i].request.params for i in sampled]
-        self._lens = [points[i].length for i in sampled]
-        self._seeds = [seqs[i].seed for i in sampled]
+        self._everyone = len(sampled) == len(points)
+        chosen = [points[i] for i in sampled]
+        self._params = [point.seq.request.params for point in chosen]
         self._coupled = [k for k, params in enumerate(self._params) if params.seed is not None]
         self._free = [k for k, params in enumerate(self._params) if params.seed is None]
-        self.proposals = Proposals({seqs[sampled[k]].seq_id: row for row, k in enumerate(self._free)}, [])
+        # Random numbers of all places at once, [N, rows]: a call costs as much as the numbers.
+        free, coupled = [chosen[k] for k in self._free], [chosen[k] for k in self._coupled]
+        keys = race_keys([point.seq.seed for point in coupled] * max_drafts, _positions(coupled, max_drafts))
+        seeds = [(point.seq.seed + _SEED_STEP * point.length) & MASK64 for point in free]
+        self._keys = keys.reshape(max_drafts, len(coupled))
+        self._numbers = draws53(seeds * max_drafts, _positions(free, max_drafts)).reshape(max_drafts, len(free))
+        self.proposals = Proposals({chosen[k].seq.seq_id: row for row, k in enumerate(self._free)}, [])
 
     @staticmethod
     def of(points: list[DraftPoint], max_drafts: int) -> _DraftSampling | None:
@@ -147,22 +152,32 @@ class _DraftSampling:
 
     def choose(self, place: int, logits: Tensor) -> Tensor:
         """logits: [B, V]. Sequences with a seed run the race that the target will run; the others draw numbers of their own."""
-        chosen = logits.argmax(dim=-1)
         if place >= self._max_drafts:
-            return chosen
+            return logits.argmax(dim=-1)
         device = logits.device
-        index = torch.tensor(self._sampled, device=device)
-        probs = probabilities(logits[index], self._params)
-        tokens = chosen[index]
+        index = None if self._everyone else torch.tensor(self._sampled, device=device)
+        probs = probabilities(logits if index is None else logits[index], self._params)
+        tokens = torch.empty(len(probs), dtype=torch.int64, device=device)
         if self._coupled:
-            keys = race_keys([self._seeds[k] for k in self._coupled], [self._lens[k] + place for k in self._coupled])
-            rows = torch.tensor(self._coupled, device=device)
-            tokens[rows] = race(probs[rows], torch.from_numpy(keys).to(device))
+            rows = _rows(self._coupled, probs)
+            tokens[rows] = race(probs[rows], torch.from_numpy(self._keys[place]).to(device))
         if self._free:
-            seeds = [(self._seeds[k] + _SEED_STEP * self._lens[k]) & MASK64 for k in self._free]
-            numbers = draws53(seeds, [self._lens[k] + place for k in self._free])
-            rows = torch.tensor(self._free, device=device)
-            tokens[rows] = inverse_cdf(fixed_point(probs[rows]), torch.from_numpy(numbers).to(device))
-            self.proposals.probs.append(probs[rows])
+            rows = _rows(self._free, probs)
+            own = probs[rows]
+            tokens[rows] = inverse_cdf(fixed_point(own), torch.from_numpy(self._numbers[place]).to(device))
+            self.proposals.probs.append(own)
+        if index is None:
+            return tokens
+        chosen = logits.argmax(dim=-1)
         chosen[index] = tokens
         return chosen
+
+
+def _positions(points: list[DraftPoint], max_drafts: int) -> list[int]:
+    """Where the drafts of each place land, place after place."""
+    return [point.length + place for place in range(max_drafts) for point in points]
+
+
+def _rows(some: list[int], table: Tensor) -> Tensor | slice:
+    """Index of some rows of a table, which costs nothing when they are all of them."""
+    return slice(None) if len(some) == len(table) else torch.tensor(some, device=table.device)
