@@ -1,8 +1,12 @@
 """The kernels of packed weights, lane by lane on a CPU: the sources that the GPU runs, against the plain definitions."""
 
+import shutil
+
 import pytest
 import torch
 
+from csrc.loader import Library, build
+from engine.ops.cuda.library import SOURCES
 from engine.ops.cuda.packed_experts import run_experts, run_shared, shared_buffers
 from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, padded, routed
 from engine.ops.cuda.packed_linear import run_linear
@@ -11,6 +15,13 @@ from engine.ops.packed_linear import PACKED_LINEAR
 from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, pack_gate_up, unpack
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 from tests.csrc.emulated import emulated_kernels
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_sources_compile_for_hopper(tmp_path):
+    assert build(Library("packed_gemm", SOURCES, "sm_90"), tmp_path).stat().st_size > 0
+
 
 PACK = {Format.FP4: (encode_fp4_rows, pack_fp4), Format.FP8: (encode_fp8_blocks, pack_fp8)}
 

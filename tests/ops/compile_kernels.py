@@ -13,7 +13,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.ops.triton import cache_rows, compress_entries, index_search, row_attention, select_topk
+from engine.ops.triton import (
+    cache_rows,
+    compress_entries,
+    engram_gate,
+    engram_gather,
+    engram_hash,
+    hyper_boundary,
+    index_search,
+    row_attention,
+    select_topk,
+)
 
 # Shared memory that one program may have on SM90.
 MAX_SHARED_BYTES = 227 * 1024
@@ -30,9 +40,25 @@ _COMPRESS = {"projected_ptr": _F32, "partial_ptr": _F32, "load_ptr": _I64, "firs
              "rot_ptr": _F32, "latent_ptr": _BF16, "kv_ptr": _U8, "rows_ptr": _I64, "eps": "fp32"}  # fmt: skip
 _KEYS = {"raw_ptr": _BF16, "norm_ptr": _BF16, "rot_ptr": _F32, "block_ptr": _I64, "blocks_ptr": _U8, "place_ptr": _I64, "eps": "fp32"}
 _SHAPE = {"D2": 256, "R2": 32}
+_STREAMS = {"h": _BF16, "y": _BF16, "post": _F32, "comb": _F32, "pre": _F32, "norm": _BF16, "new_h": _BF16, "x": _BF16, "squares": _F32,
+            "eps": "fp32"}  # fmt: skip
+_MIX = {"z": _BF16, "fn": _F32, "parts": _F32}
+_BALANCE = {"parts": _F32, "squares": _F32, "scale": _F32, "base": _F32, "pre": _F32, "post": _F32, "comb": _F32, "hc_eps": "fp32",
+            "rms_eps": "fp32"}  # fmt: skip
+_HASH = dict.fromkeys(("grams", "multipliers", "primes", "offsets", "rows"), _I64)
+_GATHER = {"rows": _I64, "table": _U8, "scale": _U8, "out": _BF16}
+_GATE = {"h": _BF16, "kv": _BF16, "weight": _F32, "out": _BF16, "eps": "fp32", "root": "fp32"}
 
 # name -> kernel, types of its arguments (others are int32), constants, warps.
 KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
+    "boundary few": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 4096}, 16),
+    "boundary many": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 1024}, 4),
+    "mix few": (hyper_boundary.mix, _MIX, {"ROWS": 16, "COLS": 128, "STEPS": 2, "SPLIT": True}, 4),
+    "mix many": (hyper_boundary.mix, _MIX, {"ROWS": 64, "COLS": 64, "STEPS": 40, "SPLIT": True}, 4),
+    "balance": (hyper_boundary.balance, _BALANCE, {"SPLITS": 128}, 1),
+    "engram hash": (engram_hash.hash_rows, _HASH, {"GRAMS": 4, "HEADS": 8, "ROWS": 16, "LANES": 8}, 1),
+    "engram gather": (engram_gather.gather_rows, _GATHER, {"WIDTH": 256, "GROUP": 32, "ROWS": 8}, 4),
+    "engram gate": (engram_gate.gate_streams, _GATE, {"STREAMS": 4, "COLS": 8192}, 8),
     "attend": (
         row_attention._attend,
         _ATTEND,
