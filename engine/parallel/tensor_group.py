@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine.distributed import GroupError
 
+# Newer releases of torch have renamed it.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 Piece = tuple[Tensor, int]  # a contiguous tensor, and the rank that it goes to or comes from
 
 
@@ -76,7 +78,7 @@ class TorchTensors:
         return [row[1 : row[0] + 1] for row in out.view(self.size, -1).tolist()]
 
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
-        self._guard(dist.all_gather_into_tensor, _bytes(out), _bytes(mine), group=self._device)
+        self._guard(_all_gather, _bytes(out), _bytes(mine), group=self._device)
 
     def all_to_all(self, out: Tensor, mine: Tensor) -> None:
         self._guard(dist.all_to_all_single, _bytes(out), _bytes(mine), group=self._device)
