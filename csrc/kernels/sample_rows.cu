@@ -196,8 +196,22 @@ __global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
         return;
     }
     const int64_t key = p.numbers[row];
+    // First the rough times of all ids: exact ones cost so much more that only ids that may still win get theirs.
+    float bar = INFINITY;
+    for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
+        const float chance = probability(id, logit), rough = rough_time(number_of(key, id));
+        if (chance > 0.0f && rough > 0.0f) bar = fminf(bar, rough / chance);
+    });
+    float* bars = reinterpret_cast<float*>(shared);
+    bars[thread] = bar;
+    for (int half = kSampleThreads / 2; half > 0; half /= 2) {
+        sync_block();
+        if (thread < half) bars[thread] = fminf(bars[thread], bars[thread + half]);
+    }
+    sync_block();
+    bar = bars[0] * 1.001f;
+    sync_block();  // the same memory holds the exact times below
     double best = INFINITY;
-    float bar = INFINITY;  // what a time in fp32 has to stay below to be worth the exact one
     int best_id = 0x7FFFFFFF;
     for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
         const float chance = probability(id, logit);
@@ -208,7 +222,6 @@ __global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
         if (time < best || (time == best && id < best_id)) {
             best = time;
             best_id = id;
-            bar = static_cast<float>(time) * 1.001f;
         }
     });
     double* times = reinterpret_cast<double*>(shared);
