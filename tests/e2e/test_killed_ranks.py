@@ -97,7 +97,7 @@ def kill_once(server: Server, draw: random.Random) -> None:
     ]
     assert any(outcome.kind == "error" for outcome in touched), "nobody noticed"
     assert max(outcome.ended_s for outcome in touched) - killed_s < BOUND_S
-    wait_until("the group serves again", lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 120)
+    wait_until("the group serves again", lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 300)
     assert ask(f"{server.url}/v1/completions", {"prompt": [50, 51], "max_tokens": 3, "ignore_eos": True, "stream": False}) == "whole"
     requests = server.metrics()["requests"]
     assert (requests["active"], requests["queued"], requests["streams_open"]) == (0, 0, 0)

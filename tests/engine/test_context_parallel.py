@@ -99,6 +99,21 @@ def test_ranks_may_share_experts_as_well(prompts, mode):
     assert run_ranks(2, rank_main) == [[], alone]
 
 
+@SLOW
+@pytest.mark.parametrize(("dp", "cp", "ep"), [(2, 2, 1), (4, 2, 4)])
+def test_two_hundred_mixed_requests_give_the_tokens_of_one_rank(dp, cp, ep):
+    draw = random.Random(11)
+    many = [[draw.randrange(2, 400) for _ in range(draw.choice([1, 3, 20, 50, 130, 300]))] for _ in range(200)]
+    settings = {**KEEP, "max_num_batched_tokens": 96}
+    alone = run_ranks(1, lambda group: serve(group, many, **settings)[0])[0]
+
+    def rank_main(group):
+        return serve(group, many[group.rank :: dp], cp=cp, ep=ep, num_blocks=80 * cp, **settings)[0]
+
+    for rank, tokens in enumerate(run_ranks(dp, rank_main)):
+        assert tokens == alone[rank::dp]
+
+
 MODES = [
     pytest.param(truncation, spec, marks=() if (name, spec) in (("compact", True), ("off", True)) else SLOW, id=f"{name}-{spec}")
     for name, truncation in (("off", {}), ("compact", KEEP), ("mask", {**KEEP, "yoco_mode": "mask"}))
