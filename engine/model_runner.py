@@ -262,7 +262,7 @@ class ModelRunner:
 
     def _run_shared(self, shared: SharedPrefill, batch: Batch) -> Tensor:
         """This rank's share of the prompts of all ranks; its own logits. batch: its own prompts, none when it only helps."""
-        inputs = shared.inputs(batch, self._truncation)
+        inputs = shared.inputs(batch, self._truncation, drafting=self._drafting)
         if self._exchange is not None:
             self._exchange.begin(*((0, 0) if inputs is None else (len(inputs.encoder), len(inputs.decoder))))
         logits = torch.empty(0, self.limits.vocab_size, device=self.limits.device) if inputs is None else self._forward_share(inputs)
@@ -275,9 +275,8 @@ class ModelRunner:
         output = self.backbone(inputs, self.kv, want_taps=self._drafting)
         if self._drafting and output.taps is not None:
             assert self._draft is not None
-            text = self.model_config.text
-            behind = inputs.kept is not None and text.dspark_target_layer_ids[0] >= text.boundary
-            self._draft.store_taps(output.taps, inputs.decoder if behind else inputs.share.own_rows, self.kv)
+            rows = inputs.decoder if inputs.share.own_rows is None else inputs.share.own_rows
+            self._draft.store_taps(output.taps, rows, self.kv)
         return self.backbone.logits(output.hidden.index_select(0, inputs.logit_rows))
 
     def build_inputs(self, batch: Batch) -> StepInputs:

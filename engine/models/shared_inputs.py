@@ -32,14 +32,14 @@ class ContextShare:
     """How one rank's rows of a step come together with those of the others.
 
     keys: all rows, for what every rank stores. kept: the rows that this rank's decoder layers see; None when all layers are shared.
-    outputs: the rows whose logits this rank wants. own: all rows of this rank's own sequences, and own_rows describes them.
+    outputs: the rows whose logits this rank wants. own: all rows of this rank's own sequences; own_rows describes them where asked for.
     """
 
     keys: RowGather
     kept: RowGather | None
     outputs: RowGather
     own: RowGather
-    own_rows: Rows
+    own_rows: Rows | None
 
 
 class SharedInputBuilder(InputBuilder):
@@ -51,14 +51,17 @@ class SharedInputBuilder(InputBuilder):
         super().__init__(text, cache, token_map, plain, scaled)
         self._group = group
 
-    def build_share(self, batch: Batch, own: range, truncation: Truncation) -> StepInputs:
-        """batch: the prompts of all ranks, not empty. own: which of its slices belong to this rank."""
+    def build_share(self, batch: Batch, own: range, truncation: Truncation, *, drafting: bool) -> StepInputs:
+        """batch: the prompts of all ranks, not empty. own: which of its slices belong to this rank. drafting: draft stages want rows."""
         group = self._group
         span, slots, floor, rect = self._spans(batch, truncation)
         split = split_context(span.lens, group.size)
         pick = _asked_rows(split, group.rank)
         mine = np.isin(np.arange(len(span.lens)), own)
         compact = truncation.mode is TruncationMode.COMPACT and bool(rect.any())
+        # Stages that read decoder layers find their rows there. Describing all own rows costs the host more than the share itself.
+        behind = drafting and compact and self._text.dspark_target_layer_ids[0] >= self._text.boundary
+        own_rows = self._own_rows(span, mine, slots, floor) if drafting and not behind else None
         encoder = self._share_rows(span, slots, floor, np.zeros_like(rect), split)
         decoder, kept = encoder, None
         if compact:
@@ -80,7 +83,7 @@ class SharedInputBuilder(InputBuilder):
             entries={r: self._entries(r, span, slots, table) for r in self._ratios},
             max_visible={r: int(span.ends.max()) // r for r in self._ratios},
             logit_rows=self._tensor(np.arange(len(own_wanted)) if kept is None else np.searchsorted(kept, own_wanted)),
-            share=self._share(split, span, rect, mine, (slots, floor), kept, (wanted, own_wanted)),
+            share=self._share(split, span, rect, mine, kept, (wanted, own_wanted), own_rows),
         )
 
     def _share_rows(self, span: Span, slots: Ints, floor: Ints, rect: Ints, split: ContextSplit) -> Rows:
@@ -101,9 +104,9 @@ class SharedInputBuilder(InputBuilder):
         span: Span,
         rect: Ints,
         mine: np.typing.NDArray[np.bool_],
-        places: tuple[Ints, Ints],
         kept: Ints | None,
         wanted: tuple[Ints, Ints],
+        own_rows: Rows | None,
     ) -> ContextShare:
         def gather(rows: Ints, here: Ints) -> RowGather:
             return RowGather.of(self._group, split, rows, here, self._device)
@@ -111,14 +114,17 @@ class SharedInputBuilder(InputBuilder):
         everything = np.arange(len(span.positions))
         own = everything[mine[span.seq]]
         kept_anywhere = everything[span.positions >= rect[span.seq]]
-        own_span = Span.of(np.where(mine, span.starts, span.ends), span.ends)
         return ContextShare(
             keys=gather(everything, everything),
             kept=None if kept is None else gather(kept_anywhere, kept),
             outputs=gather(*wanted),
             own=gather(everything, own),
-            own_rows=self._rows(own_span, *places, np.zeros_like(rect), in_place=False),
+            own_rows=own_rows,
         )
+
+    def _own_rows(self, span: Span, mine: np.typing.NDArray[np.bool_], slots: Ints, floor: Ints) -> Rows:
+        own = Span.of(np.where(mine, span.starts, span.ends), span.ends)
+        return self._rows(own, slots, floor, np.zeros_like(slots), in_place=False)
 
 
 def _asked_rows(split: ContextSplit, rank: int) -> Ints:
@@ -134,13 +140,13 @@ class SharedPrefill:
     exchange: PromptExchange
     builder: SharedInputBuilder
 
-    def inputs(self, batch: Batch, truncation: Truncation) -> StepInputs | None:
+    def inputs(self, batch: Batch, truncation: Truncation, *, drafting: bool) -> StepInputs | None:
         """This rank's share of what all ranks prefill now; None when nobody of the group has a prompt. batch: its own prompts."""
         everything, owners = self.exchange.join(batch)
         if not everything.slices:
             return None
         self.exchange.copy_restored(everything, owners)
-        return self.builder.build_share(everything, owners[self.exchange.group.rank], truncation)
+        return self.builder.build_share(everything, owners[self.exchange.group.rank], truncation, drafting=drafting)
 
 
 def make_shared_prefill(
