@@ -30,8 +30,8 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 
 def e2m1_codes(values: Tensor) -> Tensor:
-    """4-bit codes of values that lie on the E2M1 grid. Any shape fp32; returns uint8, sign in bit 3."""
-    codes = torch.bucketize(values.abs().contiguous(), _e2m1_grid(values.device)[:8])
+    """4-bit codes of values that lie on the E2M1 grid. Any shape fp32; returns uint8, sign in bit 3. NaN, which has none, gives 6."""
+    codes = torch.bucketize(values.abs().contiguous(), _e2m1_grid(values.device)[:8]).clamp_(max=7)
     return (codes + 8 * torch.signbit(values)).to(torch.uint8)
 
 
