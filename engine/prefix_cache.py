@@ -111,6 +111,7 @@ class PrefixCache:
         if request.cache_read or request.cache_write:
             match.keys = self._keys_of(seq)
             if self._budget.exhausted and request.cache_read and index.match(match.keys[:1]):
+                self._budget.charge(time.perf_counter() - began)
                 return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # looking up all of it in every step would cost more than it saves
             match.path = index.match(match.keys)
             index.pin(match.path)

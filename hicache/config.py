@@ -19,7 +19,7 @@ class HiCacheConfig:
     min_restore_tokens: int = knob(128, "Shortest prefix worth restoring.", unit="tokens", ge=1)
     max_restore_bytes_per_step: int = knob(512 * 2**20, "Most bytes restored in one engine step.", unit="bytes", gt=0)
     max_restore_share: float = knob(
-        0.05, "Share of the time that restores may take while other requests decode; 0 means no limit.", unit="1", ge=0, le=1
+        0.04, "Share by which restores may lengthen the steps of requests that decode; 0 means no limit.", unit="1", ge=0, le=1
     )
     transfer: str = knob("auto", "Copies beside a GPU: picked by a start-up probe, or one engine.", choices=("auto", "kernel", "batch"))
     pin: str = knob(

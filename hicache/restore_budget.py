@@ -12,7 +12,7 @@ from collections.abc import Callable
 class RestoreBudget:
     """A restore costs the time of its calls, and that of its copies by their bytes and the measured speed of the bus.
 
-    most_bytes: per step; one restore always goes through. share: of the time that passes while others decode, 0 for no limit.
+    most_bytes: per step; one restore always goes through. share: by which restores may lengthen the steps of others, 0 for no limit.
     gb_s: measured speed; 0 on a CPU, where the prefill behind a restore takes so much longer that waiting helps nobody.
     """
 
@@ -27,7 +27,9 @@ class RestoreBudget:
         """A scheduling step begins. decoding: others wait for their next token."""
         now = self._clock()
         self._limits = decoding and self._share > 0 and self._gb_s > 0
-        self._debt_s = max(0.0, self._debt_s - self._share * (now - self._began_s)) if self._limits else 0.0
+        # The time that passes contains the restores themselves; they are to be `share` of the rest.
+        paid_s = self._share / (1 + self._share) * (now - self._began_s)
+        self._debt_s = max(0.0, self._debt_s - paid_s) if self._limits else 0.0
         self._step_bytes, self._began_s = 0, now
 
     @property
@@ -40,6 +42,11 @@ class RestoreBudget:
         if self._step_bytes is None:
             return True
         return not self.exhausted and (self._step_bytes == 0 or self._step_bytes + num_bytes <= self._most_bytes)
+
+    def charge(self, seconds: float) -> None:
+        """Time that a sequence took from the others although nothing was restored yet."""
+        if self._limits:
+            self._debt_s += seconds
 
     def spend(self, num_bytes: int, seconds: float = 0.0) -> None:
         """A restore was enqueued, which took its caller `seconds`."""

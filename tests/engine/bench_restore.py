@@ -188,7 +188,7 @@ def main() -> int:
         long_restore(cache, out)
         cache.close()
         step = decode_step()
-        for share, length in ((0.05, SHORT), (0.05, LONG)):
+        for share, length in ((0.04, SHORT), (0.04, LONG)):
             interference(share, length, Path(scratch), step, out)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
