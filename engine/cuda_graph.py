@@ -68,6 +68,8 @@ class CudaRecorder:
 
     @property
     def reserved_bytes(self) -> int:
+        # Recording returns unused blocks of before; without this they would be counted against it.
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
 
