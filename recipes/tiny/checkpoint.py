@@ -1,4 +1,4 @@
-"""Weights between sittings: bf16, in parts small enough for any file limit."""
+"""Weights between runs: bf16, in parts small enough for any file limit."""
 
 from __future__ import annotations
 
