@@ -1,4 +1,4 @@
-"""One sitting on a GPU machine: `python -m tests.gpu.check OUT_DIR [PART ...]` builds and checks what needs a GPU.
+"""One run on a GPU machine: `python -m tests.gpu.check OUT_DIR [PART ...]` builds and checks what needs a GPU.
 
 Needs torch, safetensors, tokenizers and pytest only. Every part runs even when an earlier one fails; the exit status
 tells whether all passed.
