@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_cli.api import Answer, Api, Collector, RequestRefused
+from deepinfer_cli.live import STATS_WAIT_S
 from deepinfer_cli.text import sentences, sized
 
 PAGE, KEEP = 128, 140  # as in `commands/check_cache.py`
@@ -22,7 +23,6 @@ LENGTH_PAGES = (1, 2, 3, 20)  # page counts around which every length of a promp
 LONG_PAGES, LONG_LOOPS = 100, 100  # also tried from that many loops on: on a CPU it takes minutes
 LENGTH_OFFSETS = (-1, 0, 1, 139, 140, 141)  # a whole page, one more token, and the tokens that are always computed
 LOOPS = 20  # of the determinism part, unless the command says otherwise
-STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
 _PATIENCE = 6  # looks at a counter that is behind
 DELAY_S = 0.3
 FAULTS = ("flip", "drop", "short", "delay")

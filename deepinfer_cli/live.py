@@ -66,6 +66,9 @@ def host_share(ranks: list[Mapping[str, Any]]) -> float | None:
     return used / (free + used) if free + used else None
 
 
+STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
+
+
 def checksum_errors(metrics: Mapping[str, Any]) -> int:
     """Stored pages that did not match their checksum, over all ranks. 0 where the server does not count them."""
     return sum(_sum_named(_path(rank, "prefix_cache"), "checksum_errors") for rank in metrics.get("ranks") or [])

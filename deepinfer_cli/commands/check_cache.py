@@ -7,6 +7,7 @@ The answer without the cache joins the history of both, so one difference cannot
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ import typer
 from deepinfer_cli.api import Answer, Api, RequestRefused
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.live import checksum_errors
+from deepinfer_cli.live import STATS_WAIT_S, checksum_errors
 from deepinfer_cli.options import command
 from deepinfer_cli.servers import connect
 from deepinfer_cli.text import sized
@@ -117,6 +118,7 @@ def _check_cache(
         return run_programme(call, api, model, max_tokens, seed, loops)
     before = read_checksum_errors(api)
     results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
+    time.sleep(STATS_WAIT_S)  # what the ranks found in the last turn must have been reported
     damaged = read_checksum_errors(api) - before
     code = judge(results, damaged)
     show(call, model, api.url, results, damaged, code)
