@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Serve the embedded model, chat, prove the cache, benchmark, report, stop
 	@sh recipes/demo.sh $(BIN)/dix
 
-test: setup lint  ## Everything that runs without a GPU
+test: setup lint  ## Lint, unit tests, end-to-end tests; not the marks slow and gpu
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not multi_gpu and not slow and not e2e"
 	@# real servers need the cores for themselves
 	$(BIN)/python -m pytest -m "e2e and not gpu and not multi_gpu and not slow"

@@ -1,13 +1,18 @@
-"""Which directory a model's name means: `tiny`, a local directory, or a hub id."""
+"""Which directory a model's name means (`tiny`, a local directory, or a hub id), and an engine for it in this process."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.settings import MODEL_VARIABLE
 from hicache.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
 
 TINY = "tiny"
 STAMP = "functional check, not performance"
@@ -54,6 +59,14 @@ def download(call: Invocation, name: str) -> Path:
     except (OSError, ValueError) as error:
         hint = "check the name and the network, or name a local directory"
         raise MachineError(f"model {name} is neither here nor downloadable: {str(error).splitlines()[0][:120]}", hint=hint) from error
+
+
+def open_engine(call: Invocation, directory: Path, **more: Any) -> LLM:
+    """An engine in this process with the settings of the command. more: keywords of `LLM`. Raises: CheckpointError and others of it."""
+    from engine.llm import LLM
+
+    engine = {f.name: getattr(call.settings.engine, f.name) for f in fields(call.settings.engine) if f.name != "model"}
+    return LLM(str(directory), **more, **engine)
 
 
 def is_tiny(model: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli.api import Api
 from deepinfer_cli.invocation import Invocation
+from deepinfer_cli.models import open_engine
 from deepinfer_cli.sse import cached_tokens
 from deepinfer_cli.ui import Column
 
@@ -36,11 +37,9 @@ def score(call: Invocation, directory: Path) -> Evaluation:
     """Ask every shipped prompt of an engine in this process. Raises: CheckpointError and others of the engine."""
     from engine.eval_prompts import load_prompts
     from engine.evaluate import ask_engine, score_answers, score_drafts, text_perplexity
-    from engine.llm import LLM
 
     prompts, texts = load_prompts()
-    engine = {f.name: getattr(call.settings.engine, f.name) for f in dataclasses.fields(call.settings.engine) if f.name != "model"}
-    with call.ui.progress("loading", 1.0) as bar, LLM(str(directory), **engine) as llm:
+    with call.ui.progress("loading", 1.0) as bar, open_engine(call, directory) as llm:
         evaluation = score_answers(ask_engine(llm, lambda name, p: bar.update(p.finished / max(1, p.total), name)), prompts)
         drafts = score_drafts(llm, prompts, lambda name: bar.update(1.0, f"drafts {name}")) if llm.engine.drafter is not None else None
         return dataclasses.replace(evaluation, drafts=drafts, perplexity=text_perplexity(llm, texts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ def carry_out(call: Invocation, group: str, only: list[str], device: str, listin
     setting = Setting(device := resolve_device(device), small=device == "cpu")
     with call.ui.progress(group, len(cases) + 1) as bar:
         ceilings = measure_ceilings(device, setting.small)
-        done = iter(range(1, len(cases) + 1))
+        done = itertools.count(1)
         records = run_cases(cases, setting, ceilings, lambda record: bar.update(next(done), record["id"]))
     folder = new_run(call.paths.runs, group)
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

@@ -60,15 +60,12 @@ def _generate(
 
 def run_offline(call: Invocation, directory: Path, texts: list[str], chat: bool, max_tokens: int, temperature: float) -> list[Any]:
     """Results in the order of the prompts."""
-    import dataclasses
-
-    from engine.llm import LLM
+    from deepinfer_cli.models import open_engine
     from engine.request import SamplingParams
 
-    engine = {f.name: getattr(call.settings.engine, f.name) for f in dataclasses.fields(call.settings.engine) if f.name != "model"}
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     with call.ui.progress("loading", 1.0) as bar:
-        llm = LLM(str(directory), hicache=call.settings.hicache, on_progress=lambda stage, share: bar.update(share, stage), **engine)
+        llm = open_engine(call, directory, hicache=call.settings.hicache, on_progress=lambda stage, share: bar.update(share, stage))
     try:
         if chat:
             return list(llm.generate(prompt_token_ids=[_chat_ids(directory, text, call) for text in texts], params=params))

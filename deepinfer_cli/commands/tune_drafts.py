@@ -13,7 +13,7 @@ import typer
 from deepinfer_cli.commands.serve import SERVER_DEFAULTS
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.models import is_tiny
+from deepinfer_cli.models import is_tiny, open_engine
 from deepinfer_cli.options import command
 from hicache.errors import ConfigError
 
@@ -72,13 +72,11 @@ def read_prompts(path: Path | None, count: int) -> list[str]:
 
 def measure(call: Invocation, directory: Path, texts: list[str], max_tokens: int, temperature: float) -> DraftReport:
     """Raises: ConfigError when the model drafts nothing; CheckpointError and others of the engine."""
-    from engine.llm import LLM
     from engine.request import SamplingParams
     from engine.spec_stats import measure_drafts
 
-    settings = {f.name: getattr(call.settings.engine, f.name) for f in dataclasses.fields(call.settings.engine) if f.name != "model"}
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    with call.ui.progress("loading", 1.0) as bar, LLM(str(directory), **settings) as llm:
+    with call.ui.progress("loading", 1.0) as bar, open_engine(call, directory) as llm:
         bar.update(1.0, f"{len(texts)} prompts")
         longest = int(llm.engine.limits.max_model_len)
         ids = [llm.tokenizer.encode(text) for text in texts]
