@@ -1,7 +1,7 @@
 """Everything that a GPU can show, in at most eight minutes: `python -m tests.gpu.suite OUT`.
 
 Tests, golden vectors, kernels, layers, whole engines. Every part is a process with a limit of its own and runs even when one before it
-fails. Leaves `hopper.md`, which `docs/hopper.md` is a copy of, and the records as JSON lines.
+fails. Leaves `OUT/hopper.md`, a page like `docs/hopper.md` of this one run, and the records as JSON lines.
 """
 
 from __future__ import annotations
