@@ -44,7 +44,7 @@ class PinnedArena:
     device: torch.device | None = None  # threads begin with the first one
     cpus: Sequence[int] = ()
     pointer: int = 0
-    _registered: list[int] = field(default_factory=list)  # first frames
+    _registered: list[range] = field(default_factory=list)  # frames of the slices, ascending
     _fresh: deque[range] = field(default_factory=deque)
     _thread: threading.Thread | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -52,7 +52,7 @@ class PinnedArena:
     @property
     def num_bytes(self) -> int:
         """Bytes that the device can address."""
-        return sum(len(self._slice(first)) for first in list(self._registered)) * self.arena.frame_bytes
+        return (self._registered[-1].stop if self._registered else 0) * self.arena.frame_bytes
 
     def take_fresh(self) -> list[range]:
         """Frames that became usable since the last call."""
@@ -73,7 +73,7 @@ class PinnedArena:
         register = bind(self.library, "dix_host_register", [ctypes.c_void_p, ctypes.c_size_t])
         status = register(address, len(frames) * self.arena.frame_bytes)
         check_status(self.library, status, f"pinning {len(frames)} frames of the host cache")
-        self._registered.append(first)
+        self._registered.append(frames)
         device = ctypes.c_void_p()
         device_pointer = bind(self.library, "dix_host_device_pointer", [ctypes.c_void_p, ctypes.c_void_p])
         check_status(self.library, device_pointer(address, ctypes.byref(device)), "device address of the host cache")
@@ -88,7 +88,7 @@ class PinnedArena:
 
     def register_rest(self) -> None:
         """Begin to register the remaining slices on a thread of its own."""
-        rest = [first for first in self.borders if first not in self._registered]
+        rest = self.borders[len(self._registered) :]
         if rest:
             self._thread = threading.Thread(target=self._register_all, args=(rest,), name="hicache-pin", daemon=True)
             self._thread.start()
@@ -120,7 +120,7 @@ class PinnedArena:
             self._thread = None
         unregister = bind(self.library, "dix_host_unregister", [ctypes.c_void_p])
         while self._registered:
-            unregister(_address(self.arena, self._registered.pop()))
+            unregister(_address(self.arena, self._registered.pop().start))
 
 
 def pin(
