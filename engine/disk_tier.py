@@ -140,7 +140,8 @@ class DiskTier:
         index.pin(present[begin:])
         first = max(begin, len(present))
         fresh = load.pages[first - begin : intact]
-        cache.pool.free([frame for frame in load.pages if frame not in set(fresh)])
+        used = set(fresh)
+        cache.pool.free([frame for frame in load.pages if frame not in used])
         pinned = [*load.path, *present[begin:]]
         if fresh:
             cache.pool.assign(fresh, Owner.PAGE)
@@ -198,8 +199,8 @@ class DiskTier:
 
     def note_hit(self, key: bytes) -> None:
         """A prompt resumed at the state of that page."""
-        hits, _ = self._decayed(key), self._hits.pop(key, None)
-        self._hits[key] = hits + 1, self._clock()
+        self._hits[key] = self._decayed(key) + 1, self._clock()
+        self._hits.move_to_end(key)
         if len(self._hits) > _REMEMBERED_HITS:
             self._hits.popitem(last=False)
 

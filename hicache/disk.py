@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache.disk_file import NO_PARENT, DiskFile, DiskFileRefused, DiskLayout, Entry
+from hicache.disk_file import BLOCK, NO_PARENT, DiskFile, DiskFileRefused, DiskLayout, Entry
 from hicache.errors import MachineError
 from hicache.records import Kind
 
@@ -76,7 +76,7 @@ class DiskStore:
 
     def __init__(self, directory: Path, layout: DiskLayout, budget_bytes: int) -> None:
         self.directory, self.layout, self.budget_bytes = directory, layout, budget_bytes
-        self.file_bytes = max(layout.record_bytes(Kind.STATE) + 4096, min(MOST_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET))
+        self.file_bytes = max(BLOCK + layout.record_bytes(Kind.STATE), min(MOST_FILE_BYTES, budget_bytes // _FILES_PER_BUDGET))
         self.pages: dict[bytes, Slot] = {}
         self.states: dict[bytes, Slot] = {}
         self.counters = DiskCounters()
@@ -159,7 +159,7 @@ class DiskStore:
         last = max(self._sizes, default=0)
         begins_new = not self._sizes or self._sizes[last] + batch_bytes > self.file_bytes
         number = last + 1 if begins_new else last
-        self._sizes.setdefault(number, 4096)
+        self._sizes.setdefault(number, BLOCK)  # its header
         return self._thread.submit(self._write, number, list(batch), wait)
 
     def _write(self, number: int, batch: list[Item], wait: Wait) -> WriteResult:
