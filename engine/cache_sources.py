@@ -44,11 +44,10 @@ class CacheSources:
     def _recover(self, cache: HostCache) -> Recovery:
         """Take over what a killed predecessor had stored. Resets count: what was forgotten stays forgotten."""
         segment, store = self._mover.segment, self._store
-        inherited = segment is not None and segment.reused
-        epochs = [segment.epoch] if segment is not None and segment.reused else []
-        self._keys.resume(max([*epochs, store.epoch if store is not None else 0]))
+        inherited = segment if segment is not None and segment.reused else None
+        self._keys.resume(max(inherited.epoch if inherited is not None else 0, store.epoch if store is not None else 0))
         self.remember_epoch()
-        if not inherited:
+        if inherited is None:
             return Recovery()
         found = self._mover.recover(cache)
         log.info("host cache taken over: %d pages, %d states; %d frames dropped", found.pages, found.states, found.dropped)
