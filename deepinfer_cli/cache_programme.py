@@ -22,7 +22,6 @@ GROWTH = (1, 2, 11, 24, 64, 127, 128, 139, 140, 141, 300, 1000, 3000)  # tokens 
 LENGTH_PAGES = (1, 2, 3, 20)  # page counts around which every length of a prompt that matters is tried
 LONG_PAGES, LONG_LOOPS = 100, 100  # also tried from that many loops on: on a CPU it takes minutes
 LENGTH_OFFSETS = (-1, 0, 1, 139, 140, 141)  # a whole page, one more token, and the tokens that are always computed
-LOOPS = 20  # of the determinism part, unless the command says otherwise
 _PATIENCE = 6  # looks at a counter that is behind
 DELAY_S = 0.3
 FAULTS = ("flip", "drop", "short", "delay")
@@ -61,8 +60,8 @@ class Programme:
         seed: int,
         tokens_of: Callable[[Api, Answer], list[str]],
         checksum_errors: Callable[[Api], int],
-        on_part: Callable[[str], None] = lambda _name: None,
-        loops: int = LOOPS,
+        on_part: Callable[[str], None],
+        loops: int,
     ) -> None:
         self._api, self._random, self._seed = api, random.Random(seed), seed
         self._tokens_of, self._checksum_errors, self._on_part = tokens_of, checksum_errors, on_part
@@ -327,7 +326,6 @@ class Programme:
         """The rank that serves this session: the one whose lookups grow."""
         before = _lookups(self._api)
         self._ask([self._user(30)], cached=True)
-        time.sleep(STATS_WAIT_S)
         after = _lookups(self._api)
         return max(after, key=lambda rank: after[rank] - before.get(rank, 0), default=0)
 
@@ -361,6 +359,8 @@ def _context(api: Api) -> int:
 
 
 def _caches(api: Api) -> dict[int, Mapping[str, Any]]:
+    """The counters of every rank, after the wait in which it reports what it has counted; empty where the server tells none."""
+    time.sleep(STATS_WAIT_S)
     try:
         ranks = api.get("/deepinfer/metrics").get("ranks") or []
     except RequestRefused:
@@ -374,11 +374,9 @@ def _lookups(api: Api) -> dict[int, int]:
 
 def _hit_tokens(api: Api) -> int | None:
     """All ranks' counter of cached tokens; None where the server tells none."""
-    time.sleep(STATS_WAIT_S)
     caches = _caches(api).values()
     return sum(int(cache.get("hit_tokens_total", 0)) for cache in caches) if caches else None
 
 
 def _evictions(api: Api) -> int:
-    time.sleep(STATS_WAIT_S)
     return sum(int(cache.get("evictions_total", 0)) for cache in _caches(api).values())

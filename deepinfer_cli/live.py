@@ -9,6 +9,8 @@ from typing import Any
 
 from deepinfer_cli.api import Api
 
+STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
+
 
 @dataclass(frozen=True, slots=True)
 class Glance:
@@ -64,9 +66,6 @@ def host_share(ranks: list[Mapping[str, Any]]) -> float | None:
         free += frames.get("free", cache.get("frames_free", 0))
         used += sum(v for k, v in frames.items() if k not in ("free", "absent")) if frames else cache.get("frames_used", 0)
     return used / (free + used) if free + used else None
-
-
-STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
 
 
 def checksum_errors(metrics: Mapping[str, Any]) -> int:

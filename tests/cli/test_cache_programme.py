@@ -45,31 +45,22 @@ def test_working_cache_passes_every_part_and_every_fault_is_noticed(dix: Dix) ->
     assert [p["name"] for p in ran.json["parts"]][-4:] == ["fault flip", "fault drop", "fault short", "fault delay"]
 
 
-def test_fault_that_goes_unnoticed_exits_1(dix: Dix) -> None:
-    ran = run(dix, faulty=True, cache="blind")
+@pytest.mark.parametrize(
+    ("cache", "where", "words"),
+    [
+        ("blind", "fault flip", "unnoticed"),
+        ("wrong", "resend", "token 0 differs"),
+        ("miscounted", "resend", "its answers reported"),
+        ("stubborn", "reset", "had been forgotten"),
+    ],
+)
+def test_what_a_broken_cache_does_exits_1_and_is_named(dix: Dix, cache: str, where: str, words: str) -> None:
+    ran = run(dix, faulty=cache == "blind", cache=cache)
     assert ran.code == 1
-    assert "unnoticed" in part(ran, "fault flip")["wrong"][0]
-
-
-def test_other_token_on_a_hit_exits_1_and_is_named(dix: Dix) -> None:
-    ran = run(dix, cache="wrong")
-    assert ran.code == 1
-    assert "token 0 differs" in part(ran, "resend")["wrong"][0]
+    assert words in part(ran, where)["wrong"][0]
 
 
 def test_no_hit_proves_nothing_and_server_without_faults_is_told(dix: Dix) -> None:
     ran = run(dix, cache="off")
     assert ran.code == 5
     assert "--debug-faults" in part(ran, "fault flip")["note"]
-
-
-def test_counter_that_disagrees_with_the_answers_exits_1(dix: Dix) -> None:
-    ran = run(dix, cache="miscounted")
-    assert ran.code == 1
-    assert "its answers reported" in part(ran, "resend")["wrong"][0]
-
-
-def test_what_survives_a_reset_is_named(dix: Dix) -> None:
-    ran = run(dix, cache="stubborn")
-    assert ran.code == 1
-    assert "had been forgotten" in part(ran, "reset")["wrong"][0]
