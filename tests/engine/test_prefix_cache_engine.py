@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
-import torch
 
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Request, SamplingParams
 from hicache.config import HiCacheConfig
 from tests.engine.test_prefix_cache import assert_idle
-
-CHECKPOINT = Path(__file__).parents[1] / "golden" / "model" / "tiny-a-bf16"
-BLOCK, KEEP = 16, 24
+from tests.engine.test_prefix_cache_model import BLOCK, make_config
 
 
 def make_engine(size_gb: float) -> Engine:
-    torch.set_num_threads(1)
-    config = EngineConfig(
-        model=str(CHECKPOINT),
-        device="cpu",
-        precision="F",
-        num_threads=1,
-        block_size=BLOCK,
-        num_blocks=20,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=200,
-        yoco_mode="compact",
-        yoco_keep_tokens=KEEP,
-        num_draft_tokens=3,
-    )
+    config = make_config(num_blocks=20, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200)
     return Engine(config, HiCacheConfig(size_gb=size_gb, audit="full", min_restore_tokens=BLOCK, herd_min_tokens=32))
 
 

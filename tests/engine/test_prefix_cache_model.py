@@ -21,23 +21,28 @@ BLOCK, KEEP, CHUNK = 16, 24, 64
 NEW_TOKENS = 4
 
 
-def make_runner(mode: str) -> ModelRunner:
+def make_config(
+    *, yoco_mode: str = "compact", num_blocks: int = 80, max_num_seqs: int = 2, max_num_batched_tokens: int = 512, max_model_len: int = 600
+) -> EngineConfig:
     torch.set_num_threads(1)
-    config = EngineConfig(
+    return EngineConfig(
         model=str(CHECKPOINT),
         device="cpu",
         precision="F",
         num_threads=1,
         block_size=BLOCK,
-        num_blocks=80,
-        max_num_seqs=2,
-        max_num_batched_tokens=512,
-        max_model_len=600,
-        yoco_mode=mode,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        yoco_mode=yoco_mode,
         yoco_keep_tokens=KEEP,
         num_draft_tokens=3,
     )
-    return ModelRunner(config)
+
+
+def make_runner(mode: str) -> ModelRunner:
+    return ModelRunner(make_config(yoco_mode=mode))
 
 
 @pytest.fixture(scope="module")
