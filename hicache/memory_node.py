@@ -9,6 +9,8 @@ import os
 import platform
 from pathlib import Path
 
+from torch import Tensor
+
 from csrc.loader import bind
 from hicache.errors import MachineError
 from hicache.host_pool import HostArena
@@ -78,14 +80,14 @@ def ask_for_huge_pages(arena: HostArena) -> bool:
     return True
 
 
-def huge_share(arena: HostArena) -> float:
-    """Part of the touched arena that lies on huge pages."""
-    address, inside, huge, resident = arena.rows.data_ptr(), False, 0, 0
+def huge_share(rows: Tensor) -> float:
+    """Part of the touched memory of an arena's `rows` that lies on huge pages."""
+    address, inside, huge, resident = rows.data_ptr(), False, 0, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head, _, rest = line.partition(" ")
         if "-" in head and not head.endswith(":"):
             begin, end = (int(part, 16) for part in head.split("-"))
-            inside = begin < address + arena.num_bytes and address < end
+            inside = begin < address + rows.nbytes and address < end
         elif inside and head == "Rss:":
             resident += int(rest.split()[0])
         elif inside and head in ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"):
@@ -95,7 +97,7 @@ def huge_share(arena: HostArena) -> float:
 
 def require_huge_pages(arena: HostArena) -> None:
     """Raises MachineError unless nearly all touched memory of the arena lies on huge pages."""
-    share = huge_share(arena)
+    share = huge_share(arena.rows)
     if share < 0.9:
         raise MachineError(
             f"{share:.0%} of the host cache lies on huge pages",

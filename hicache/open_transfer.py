@@ -95,7 +95,7 @@ def _place_and_pin(config: HiCacheConfig, arena: HostArena, library: ctypes.CDLL
         seconds,
         gib / max(seconds, 1e-9),
         node if bound else "any",
-        100 * huge_share(arena),
+        100 * huge_share(arena.rows),
     )
     return pinned
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from csrc.loader import Library, bind, load
 from hicache.gpu_transfer import KernelTransfer
 from hicache.host_pool import HostArena, frame_bytes_for
+from hicache.memory_node import huge_share
 from hicache.native import build_library, check_status
 from hicache.pinning import pin
 
@@ -116,19 +117,6 @@ class HostRows:
             self._unregister(self.rows.data_ptr())
             self._unregister = None
 
-    @property
-    def huge_share(self) -> float:
-        """Part of the rows that lies on huge pages."""
-        address, inside, huge_kib = self.rows.data_ptr(), False, 0
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            head = line.split()[0]
-            if "-" in head and not head.endswith(":"):
-                begin, end = (int(part, 16) for part in head.split("-"))
-                inside = begin <= address < end
-            elif inside and head in ("AnonHugePages:", "ShmemPmdMapped:"):
-                huge_kib += int(line.split()[1])
-        return huge_kib * 1024 / self.rows.numel()
-
 
 class Bench:
     """Variants over one kind of host memory."""
@@ -181,12 +169,13 @@ def compare_variants(report: Report, ceilings: dict[str, float], library: ctypes
     for kind in ("torch", "private", "shared"):
         bench = Bench(kind, PAGE_BYTES, 1024, variants, library)
         for direction in DIRECTIONS:
-            report.add("memory", bench.gb_s(0, direction, 8), "GB/s", kind=kind, direction=direction, huge=round(bench.host.huge_share, 2))
+            huge = round(huge_share(bench.host.rows), 2)
+            report.add("memory", bench.gb_s(0, direction, 8), "GB/s", kind=kind, direction=direction, huge=huge)
         bench.host.close()
     rates: dict[tuple[int, int], list[float]] = {}
     benches = [Bench("huge", row_bytes, count, variants, library) for row_bytes, count in ((PAGE_BYTES, 1024), (PIECE_BYTES, 4096))]
     for bench in benches:
-        report.add("huge_share", bench.host.huge_share, "1", row_bytes=bench.row_bytes)
+        report.add("huge_share", huge_share(bench.host.rows), "1", row_bytes=bench.row_bytes)
         for variant in chosen:
             name = names[variant]
             if not bench.exact(variant, 8):
@@ -220,7 +209,7 @@ def fixed_cost(report: Report, bench: Bench, variant: int, blocks: int, name: st
 
 
 def product(report: Report, ceilings: dict[str, float], library: ctypes.CDLL) -> list[str]:
-    """The gate: whole calls of the engine from an idle device, host side included."""
+    """Whole calls of the engine from an idle device, host side included, and the same on the device. The gates: `test_page_copy`."""
     table = []
     for row_bytes, counts in ((PAGE_BYTES, (64, 256, 2048)), (PIECE_BYTES, (64, 1024, 8192))):
         arena = HostArena(max(counts), frame_bytes_for(row_bytes))

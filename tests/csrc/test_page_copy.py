@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from hicache.host_pool import HostArena, frame_bytes_for
 from hicache.native import build_library
 from hicache.pinning import PinnedArena, pin
 from hicache.transfer import Transfer
+from tests.csrc.bench_page_copy import ceiling_gb_s, device_ms, wall_ms
 
 pytestmark = pytest.mark.gpu
 
@@ -125,45 +125,24 @@ def test_device_checksums_notice_one_flipped_bit(machine: Machine) -> None:
     assert audit.first_bad([10, 20, 30], machine.device, [1, 2, 3]) == 2
 
 
-def pinned_gb_s(direction: str) -> float:
-    """One large copy between pinned and device memory."""
-    host = torch.empty(256 * 2**20, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    source, target = (host, device) if direction == "in" else (device, host)
-    return host.numel() / min(timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(5)) / 1e9
-
-
-def timed(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def behind_other_work(work: Callable[[], None]) -> float:
-    """Seconds on the device, the host being ahead of it."""
-    torch.cuda._sleep(4_000_000)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
 @pytest.mark.parametrize("direction", ["in", "out"])
 @pytest.mark.parametrize("row_bytes", [PAGE_BYTES, 16_384])
-def test_kernel_reaches_92_percent_of_a_large_pinned_copy(build_dir: Path, row_bytes: int, direction: str) -> None:
-    """On the device; a whole call from an idle device, packing of the row numbers included, may lose a little of it."""
+def test_many_rows_reach_92_percent_of_a_large_pinned_copy_on_the_device_and_88_in_a_whole_call(
+    build_dir: Path, row_bytes: int, direction: str
+) -> None:
+    """Two gates, for 234 and 134 MB a call. On the device: behind other work, so that the host is ahead. Whole call: from an idle device to
+    an idle device, packing of the row numbers included. Fewer rows reach less: `bench_page_copy` shows how much.
+
+    Last measured on an H200, when 8,192 rows were five launches and not three: pages 0.931 in, 0.960 out; 16 KiB pieces 0.918 in, which is
+    below the gate, and 0.959 out; whole calls 0.921, 0.937, 0.898, 0.904.
+    """
     count = 2048 if row_bytes > 20_000 else 8192
     big = Machine(row_bytes, build_dir, num_pages=count)
     rows, frames = (random.Random(s).sample(range(count), count) for s in (1, 2))
     engine = big.engines["kernel"]
     copy = (lambda: engine.copy_in(frames, big.device, rows)) if direction == "in" else (lambda: engine.copy_out(big.device, rows, frames))
-    copy()
-    gb_s, whole = (count * row_bytes / min(clock(copy) for _ in range(9)) / 1e9 for clock in (behind_other_work, timed))
-    ceiling = pinned_gb_s(direction)
+    gb_s, whole = (count * row_bytes / milliseconds(copy, 9) / 1e6 for milliseconds in (device_ms, wall_ms))
+    ceiling = ceiling_gb_s(direction)
     big.pinned.close()
     print(f"{direction} {row_bytes} B: {gb_s:.1f} of {ceiling:.1f} GB/s = {gb_s / ceiling:.3f}, whole call {whole / ceiling:.3f}")
     assert gb_s >= 0.92 * ceiling

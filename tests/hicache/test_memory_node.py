@@ -35,7 +35,7 @@ def test_share_of_huge_pages_is_a_share_and_their_absence_has_a_remedy() -> None
     arena = HostArena(2048, 4096)
     asked = ask_for_huge_pages(arena)
     arena.rows.fill_(1)
-    share = huge_share(arena)
+    share = huge_share(arena.rows)
     assert 0.0 <= share <= 1.0
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not asked or not enabled.exists() or "[never]" in enabled.read_text():
