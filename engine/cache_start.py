@@ -15,7 +15,7 @@ from hicache.sizing import arena_bytes, available_host_bytes, check_size
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
-    from engine.model_runner import Limits
+    from engine.limits import Limits
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import ctypes
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +16,11 @@ from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
-from engine.errors import CheckpointError, ConfigError, MachineError, NotEnoughMemory
+from engine.errors import CheckpointError, ConfigError
 from engine.exact_sums import ExactSums
-from engine.kv_cache import CacheShape, KVCache, block_bytes
-from engine.loader import RandomWeights, model_fingerprint, open_checkpoint
+from engine.kv_cache import KVCache
+from engine.limits import check_settings, resolve_cache_shape, resolve_device, resolve_limits, resolve_precision
+from engine.loader import RandomWeights, open_checkpoint
 from engine.models.config import ModelConfig, load_config
 from engine.models.deepseek_v41 import DeepseekV41
 from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
@@ -42,37 +42,9 @@ from engine.parallel.expert_setup import make_exchange
 from engine.placed_weights import PlacedWeights
 from engine.process_env import prefill_threads
 from engine.recorded_steps import RecordedDecode, RecordedDraft
-from engine.runner_choices import keeps_packed_weights, why_not_recorded
+from engine.runner_choices import keeps_packed_rows, keeps_packed_weights, why_not_recorded
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a loaded engine can do, with every "auto" resolved.
-
-    num_blocks and num_state_slots include the reserved number 0; where ranks prefill together they count this rank's part of the cache,
-    `part` of as many equal ones. vocab_size: logits per row; tokenizer_size: ids that exist, the rest is
-    masked before sampling. keep_tokens: suffix kept by decoder truncation, 0 when mode is off. ngram_history: ids needed before a slice.
-    fingerprint: content digest of the model.
-    """
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_blocks: int
-    num_state_slots: int
-    precision: Precision
-    device: str
-    vocab_size: int
-    tokenizer_size: int
-    eos_token_id: int
-    keep_tokens: int
-    mode: TruncationMode
-    ngram_history: int
-    fingerprint: str
-    draft_block_size: int
-    part: int = 0
 
 
 class ModelRunner:
@@ -98,18 +70,19 @@ class ModelRunner:
         """
         path = Path(config.model)
         model = load_config(path)
-        device = _resolve_device(config.device)
-        precision = _resolve_precision(config.precision, device)
+        check_settings(config, model)
+        device = resolve_device(config.device)
+        precision = resolve_precision(config.precision, device)
         chosen = select(config.ops, device)
         log.debug("ops: %s", chosen)
-        packed_rows = config.cache_rows == "packed" or (config.cache_rows == "auto" and device == "cuda")
-        numerics = Numerics.of(precision, keeps_packed_weights(config, model, precision, device, chosen), packed_rows)
+        packed_weights = keeps_packed_weights(config, model, precision, device, chosen)
+        numerics = Numerics.of(precision, packed_weights, keeps_packed_rows(config, precision, device))
         self.config, self.model_config = config, model
         self._exchange = make_exchange(config, model.text, numerics, device, group)
         self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress, self._exchange)
         self._drafting = draft and self._draft is not None
-        shape = _cache_shape(config, model, numerics, device, self._drafting)
-        self.limits = _limits(config, model, shape, precision, device, path, 0 if group is None else group.rank % config.cp)
+        shape = resolve_cache_shape(config, model, numerics, device, self._drafting)
+        self.limits = resolve_limits(config, model, shape, precision, device, path, 0 if group is None else group.rank % config.cp)
         self.kv = KVCache(model.text, numerics, shape, device)
         self._truncation = Truncation(self.limits.mode, self.limits.keep_tokens)
         self.frequencies = _frequencies(model, device)
@@ -165,7 +138,7 @@ class ModelRunner:
     def _record(self, recorder: Recorder) -> None:
         """Record decode, verify and draft steps of every size that a batch can have."""
         limits, text = self.limits, self.model_config.text
-        interval = _number(self.config.cudagraph_batch_size_interval, 0) or None
+        interval = None if isinstance(self.config.cudagraph_batch_size_interval, str) else self.config.cudagraph_batch_size_interval
         verified = 1 + (min(self.config.num_draft_tokens, limits.draft_block_size) if self._drafting else 0)
         sizes = bucket_sizes(limits.max_num_seqs * verified, interval)
         longest = limits.max_model_len + self.config.backtracking_tokens
@@ -361,109 +334,6 @@ def _token_map(path: Path, model: ModelConfig, dummy: bool) -> list[int]:
         raise
 
 
-def _resolve_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise MachineError(
-            "engine.device is cuda but torch sees no GPU", hint="--device cpu, or install a CUDA build of torch and a driver"
-        )
-    return device
-
-
-def _resolve_precision(precision: str, device: str) -> Precision:
-    if precision == "auto":
-        return Precision.B if device == "cuda" else Precision.F
-    return Precision(precision)
-
-
-def _cache_shape(config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, drafting: bool) -> CacheShape:
-    text = model.text
-    _check_cache_settings(config, model)
-    max_num_seqs = _number(config.max_num_seqs, 256 if device == "cuda" else 32)
-    keep = config.yoco_keep_tokens if config.yoco_mode != TruncationMode.OFF else 0
-    num_blocks = config.num_blocks
-    if isinstance(num_blocks, str):
-        one = block_bytes(text, numerics, config.block_size)
-        budget = int(config.kv_cache_gb * 2**30)
-        if device == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            budget = int(free - (1 - config.memory_fraction) * total)
-        num_blocks = budget // one
-        if num_blocks < 2:
-            raise NotEnoughMemory(
-                f"{budget} bytes for the cache hold {num_blocks} blocks of {one} bytes",
-                hint="raise engine.kv_cache_gb" if device == "cpu" else "raise engine.memory_fraction",
-            )
-        # A cache beyond what all sequences together can fill would only be dead weight.
-        longest = -(-(text.max_position_embeddings + config.backtracking_tokens) // config.block_size)
-        num_blocks = min(num_blocks, config.cp * max_num_seqs * longest + 1)
-    return CacheShape(
-        block_size=config.block_size,
-        num_blocks=num_blocks - (num_blocks - 1) % config.cp,
-        num_state_slots=config.cp * int(max_num_seqs * config.state_slots_ratio) + 1,
-        backtracking_tokens=config.backtracking_tokens,
-        keep_tokens=keep,
-        num_draft_stages=text.num_stages if drafting else 0,
-    )
-
-
-def _check_cache_settings(config: EngineConfig, model: ModelConfig) -> None:
-    text = model.text
-    if config.block_size % 2:
-        raise ConfigError(f"engine.block_size is {config.block_size}", hint="allowed: even numbers, 128 outside tests")
-    if config.yoco_mode == TruncationMode.OFF:
-        return
-    least = text.sliding_window + config.backtracking_tokens
-    if config.yoco_keep_tokens < least:
-        raise ConfigError(
-            f"engine.yoco_keep_tokens is {config.yoco_keep_tokens}",
-            hint=f"this model needs at least {least} (window {text.sliding_window} + {config.backtracking_tokens}), or 0 for no truncation",
-        )
-    behind = [layer for layer in text.engram_layer_ids if layer >= text.boundary]
-    if text.boundary == text.num_hidden_layers or behind:
-        why = f"n-gram layers {behind} lie behind layer {text.boundary}" if behind else "the model has no decoder layers"
-        raise ConfigError(f"engine.yoco_mode is {config.yoco_mode} but {why}", hint="--yoco-keep-tokens 0")
-
-
-def _limits(
-    config: EngineConfig, model: ModelConfig, shape: CacheShape, precision: Precision, device: str, path: Path, part: int
-) -> Limits:
-    text = model.text
-    num_blocks, num_slots = ((count - 1) // config.cp + 1 for count in (shape.num_blocks, shape.num_state_slots))
-    room = (num_blocks - 1) * shape.block_size - config.backtracking_tokens
-    max_model_len = _number(config.max_model_len, min(text.max_position_embeddings, room))
-    if max_model_len > room or max_model_len < 1:
-        raise NotEnoughMemory(
-            f"engine.max_model_len is {max_model_len} but {num_blocks} cache blocks of {shape.block_size} hold {max(0, room)} tokens",
-            hint="lower engine.max_model_len or raise engine.kv_cache_gb",
-        )
-    max_num_seqs = _number(config.max_num_seqs, 256 if device == "cuda" else 32)
-    tokens = _number(config.max_num_batched_tokens, 8192 if device == "cuda" else 512)
-    least = max_num_seqs * config.backtracking_tokens
-    if isinstance(config.max_num_batched_tokens, str):
-        tokens = max(tokens, least, 0 if config.chunked_prefill else max_model_len)
-    mode = TruncationMode(config.yoco_mode)
-    return Limits(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=tokens,
-        num_blocks=num_blocks,
-        num_state_slots=num_slots,
-        precision=precision,
-        device=device,
-        vocab_size=text.vocab_size,
-        tokenizer_size=min(text.vocab_size, tokenizer_size(path) or text.vocab_size),
-        eos_token_id=model.eos_token_id,
-        keep_tokens=shape.keep_tokens,
-        mode=mode,
-        ngram_history=text.ngram_history,
-        fingerprint=model_fingerprint(path, config.load_format, config.seed),
-        draft_block_size=text.dspark_block_size if shape.num_draft_stages else 0,
-        part=part,
-    )
-
-
 def _frequencies(model: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
     text, yarn = model.text, model.text.rope_scaling
     plain = plain_frequencies(text.qk_rope_head_dim, text.rope_theta)
@@ -471,7 +341,3 @@ def _frequencies(model: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
         text.qk_rope_head_dim, text.compress_rope_theta, yarn.factor, yarn.beta_fast, yarn.beta_slow, yarn.original_max_position_embeddings
     )
     return plain.to(device), scaled.to(device)
-
-
-def _number(value: int | str, automatic: int) -> int:
-    return automatic if isinstance(value, str) else value

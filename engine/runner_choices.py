@@ -1,4 +1,4 @@
-"""What a runner decides once at start: whether weights stay packed, and whether decode steps are recorded. Each with its reason."""
+"""What a runner decides once at start, with its reasons: whether weights and cache rows are packed, whether decode steps are recorded."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Pr
         raise ConfigError(f"engine.weights is packed but {reason}", hint="--set engine.weights=auto")
     log.info("weights are decoded at start: %s", reason)
     return False
+
+
+def keeps_packed_rows(config: EngineConfig, precision: Precision, device: str) -> bool:
+    """Whether cache rows are kept in the released formats. Raises: ConfigError when they shall, but the profile does not round to them."""
+    if config.cache_rows == "packed" and precision is Precision.F:
+        raise ConfigError("engine.cache_rows is packed but precision F keeps all digits", hint="--set engine.cache_rows=auto")
+    wanted = config.cache_rows == "packed" or (config.cache_rows == "auto" and device == "cuda")
+    return wanted and precision is not Precision.F
 
 
 def why_not_recorded(config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, ops: dict[str, str]) -> str:
