@@ -68,8 +68,8 @@ F8 soften(float* weights, int count, F8 sink, float scale) {
     return total;
 }
 
-// The same for two rows side by side. weights: [count, 2 * kLanes]; seen: bit i when row i has the key. What a row lacks weighs nothing: its
-// maximum and its sums are those of its own keys.
+// The same for two rows side by side. weights: [count, 2 * kLanes]; seen: bit i when row i has the key. A row's maximum and its sums are those
+// of its own keys, and their weights move together, in their order: what the row lacks is not even multiplied by zero.
 F16 soften(float* weights, const uint8_t* seen, int count, F16 sink, float scale) {
     const F16 nothing = splat<F16>(-INFINITY);
     F16 top = sink;
@@ -83,10 +83,14 @@ F16 soften(float* weights, const uint8_t* seen, int count, F16 sink, float scale
         top = maximum(top, x * scale);
     }
     F16 total = exponential(sink - top);
+    int first = 0, second = 0;  // keys that each row has had
     for (int k = 0; k < count; ++k) {
         const F16 x = load<F16>(weights + k * 2 * kLanes), e = exponential(x * scale - top), weight = x == nothing ? F16{} : e;
-        store(weights + k * 2 * kLanes, weight);
         total = total + weight;
+        store(weights + first * 2 * kLanes, low(weight));
+        store(weights + second * 2 * kLanes + kLanes, high(weight));
+        first += seen[k] & 1;
+        second += seen[k] >> 1;
     }
     return total;
 }
@@ -161,9 +165,11 @@ void attend(const AttentionShape& shape, const float* const q[2], const KeyList 
         const F16 total = soften(weights, seen, all.count, join(sink, sink), scale);
         float denominators[kBoth];
         store(denominators, total);
-        for (int r = 0; r < 2; ++r) sum_values(shape, head, weights + r * kLanes, kBoth, all, denominators + r * kLanes, out[r]);
+        for (int r = 0; r < 2; ++r) sum_values(shape, head, weights + r * kLanes, kBoth, lists[r], denominators + r * kLanes, out[r]);
     }
 }
+
+namespace {
 
 // Relevance of the next kKeys keys to the rows side by side in V. q: [groups of heads, D, lanes of V]; weights: [groups, lanes of V].
 template <class V>
@@ -182,6 +188,8 @@ void relevance(const float* q, const float* weights, const float* const* keys, i
 void spread_weights(const float* weights, int heads, int place, int rows, float* to) {
     for (int head = 0; head < heads; ++head) to[(head / kLanes * rows + place) * kLanes + head % kLanes] = weights[head];
 }
+
+}  // namespace
 
 void index_scores(const IndexRow& row, const float* const* keys, int heads, int dim, AttentionScratch& scratch) {
     const int groups = (heads + kLanes - 1) / kLanes;

@@ -178,6 +178,25 @@ def test_nan_in_a_visible_key_reaches_the_logits(plain):
     assert not decode([seq])[0].isfinite().any()
 
 
+@pytest.mark.parametrize("start", [60, 61])
+def test_nan_in_a_row_does_not_reach_the_row_before_it(plain, start):
+    """Two rows are attended together, and the first one does not see the second one's key."""
+    native, token = plain[1], next(t for t in range(512) if t not in PROMPTS[2])
+    ids = [*PROMPTS[2][: start + 1], token]
+    one, two = Seq(native, ids, 1), Seq(native, ids, 2)
+    prefill(one, [start]), prefill(two, [start])
+    alone = decode([one])[0]
+    embed = native.backbone.embed
+    kept = embed[token].clone()
+    embed[token] = float("nan")
+    try:
+        both = decode([two], 2, StepKind.VERIFY)[0]
+    finally:
+        embed[token] = kept
+    assert torch.equal(both[:1], alone)
+    assert not both[1].isfinite().any()
+
+
 def test_rows_without_logits_give_none(plain):
     seq = Seq(plain[1], PROMPTS[2], 1)
     assert plain[1].run(Batch(StepKind.PREFILL, [seq.slice(9, LogitRows.NONE)])).shape == (0, 512)
