@@ -76,7 +76,7 @@ class LayerRuns:
     def prefill(self, layer: int, num_tokens: int, copies: int = 1) -> LayerRun:
         """A prompt of `num_tokens` tokens in one step."""
         blocks = list(range(1, 1 + -(-num_tokens // self._runner.kv.block_size)))
-        ids = torch.randint(5, self.text.vocab_size, (num_tokens,)).tolist()
+        ids = torch.randint(5, self.text.vocab_size, (num_tokens,), device=self._device, generator=self._random).tolist()
         piece = SequenceSlice(ids, 0, num_tokens, blocks, 1, logit_rows=LogitRows.LAST)
         return self._run(layer, self._runner.build_inputs(Batch(StepKind.PREFILL, [piece])), copies)
 

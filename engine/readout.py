@@ -41,6 +41,6 @@ def row_errors(best: Tensor) -> dict[int, str]:
 
 
 def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host numbers as a tensor, without waiting for the device."""
+    """Host numbers as a tensor, without waiting for the device. Lists, because torch pins no tensor made from a numpy array."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

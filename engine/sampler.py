@@ -222,8 +222,7 @@ def row_draws(rows: list[Sequence], device: torch.device) -> Draws:
     params = [seq.request.params for seq in rows]
     seeds, positions = [seq.seed for seq in rows], [len(seq.token_ids) for seq in rows]
     modes = [Mode.GREEDY if p.temperature == 0.0 else Mode.INVERSE if p.seed is None else Mode.RACE for p in params]
-    keys, numbers = race_keys(seeds, positions).tolist(), draws53(seeds, positions).tolist()
-    chosen = [key if mode is Mode.RACE else number for mode, key, number in zip(modes, keys, numbers, strict=True)]
+    chosen = np.where([mode is Mode.RACE for mode in modes], race_keys(seeds, positions), draws53(seeds, positions)).tolist()
     return Draws(
         to_device([p.temperature for p in params], torch.float32, device),
         to_device([int(mode) for mode in modes], torch.int32, device),
