@@ -119,13 +119,23 @@ class DiskStore:
         (self.pages if slot.entry.kind is Kind.PAGE else self.states)[slot.entry.key] = slot
 
     def _drop_orphans(self) -> None:
-        """Forget pages without their ancestors, and states without their pages."""
+        """Forget pages without their ancestors, and states without their pages. From then on the table has parents before children."""
         kept: dict[bytes, Slot] = {}
         for slot in sorted(self.pages.values(), key=lambda s: s.entry.position):
             if slot.entry.parent == NO_PARENT or slot.entry.parent in kept:
                 kept[slot.entry.key] = slot
         self.pages = kept
         self.states = {key: slot for key, slot in self.states.items() if key in kept}
+
+    def _drop_files(self, numbers: set[int]) -> None:
+        """Forget what lies in these files and the descendants of its pages. One pass: the engine waits for it, and tables are long."""
+        gone: set[bytes] = set()
+        for key, slot in self.pages.items():
+            if slot.number in numbers or slot.entry.parent in gone:
+                gone.add(key)
+        for key in gone:
+            del self.pages[key]
+        self.states = {key: slot for key, slot in self.states.items() if slot.number not in numbers and key in self.pages}
 
     def set_epoch(self, epoch: int) -> None:
         """The cache was reset: what is on disk now must not be found by a later process either."""
@@ -220,17 +230,14 @@ class DiskStore:
 
     def _shrink(self, coming_bytes: int) -> None:
         """Remove the oldest files until `coming_bytes` fit the budget."""
-        removed = False
+        removed: set[int] = set()
         while self._sizes and self.num_bytes + coming_bytes > self.budget_bytes:
             number = min(self._sizes)
             del self._sizes[number]
-            for table in (self.pages, self.states):
-                for key in [key for key, slot in table.items() if slot.number == number]:
-                    del table[key]
-            removed = True
+            removed.add(number)
             self._thread.submit(self._remove, number)
         if removed:
-            self._drop_orphans()
+            self._drop_files(removed)
 
     def _remove(self, number: int) -> None:
         file = self._files.pop(number, None)
