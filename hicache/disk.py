@@ -98,6 +98,9 @@ class DiskStore:
         """Read what former processes left; files that are torn at their head or foreign go."""
         epoch = _read_epoch(self.directory / MANIFEST)
         for path in sorted(self.directory.glob("*.pages")):
+            if path.stat().st_size == 0:  # killed between making it and writing its header
+                path.unlink()
+                continue
             try:
                 number = int(path.stem)
                 if epoch is None:

@@ -43,3 +43,21 @@ def test_oldest_file_takes_its_pages_their_descendants_and_the_states_of_both_al
     assert store._sizes.keys() == {3, 4}
     assert store.pages.keys() == left.keys()
     assert store.states.keys() == states
+
+
+def test_file_that_a_kill_left_empty_goes_without_a_word_and_a_foreign_one_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    DiskStore(tmp_path, LAYOUT, 2**30).close()
+    empty, foreign = (tmp_path / f"{number:08}.pages" for number in (1, 2))
+    empty.touch()
+    refused = []
+    for content in (b"", b"x" * 8192):
+        foreign.write_bytes(content)
+        store = DiskStore(tmp_path, LAYOUT, 2**30)
+        refused.append(store.counters.errors["refused_file"])
+        assert not empty.exists()
+        assert not foreign.exists()
+        store.close()
+    assert refused == [0, 1]
+    assert caplog.text.count("gives up") == 1
