@@ -341,15 +341,20 @@ void Backbone::tap(int place) {
 // Extend the window ring of every draft stage.
 void Backbone::store_taps() {
     const Draft& draft = *m_.draft;
-    float* x = w_.hidden.get(size_t(count_) * m_.hidden);
-    float* raw = w_.both.get(size_t(count_) * m_.head_dim);
-    float* key = w_.key.get(size_t(count_) * m_.head_dim);
-    linear(draft.main_proj, w_.taps.get(0), draft.main_proj.cols, x, m_.hidden, count_);
-    for (int r = 0; r < count_; ++r) rms_norm(x + int64_t(r) * m_.hidden, draft.main_norm, m_.rms_eps, m_.hidden, x + int64_t(r) * m_.hidden);
+    const int64_t hidden = m_.hidden, width = draft.main_proj.cols, d = m_.head_dim;
+    float* x = w_.hidden.get(size_t(count_) * hidden);
+    float* raw = w_.both.get(size_t(count_) * d);
+    float* key = w_.key.get(size_t(count_) * d);
+    split([&](int from, int to, MemberScratch&) {
+        linear(draft.main_proj, w_.taps.get(0) + from * width, width, x + from * hidden, hidden, to - from);
+        for (int r = from; r < to; ++r) rms_norm(x + r * hidden, draft.main_norm, m_.rms_eps, m_.hidden, x + r * hidden);
+    });
     for (int number = 0; number < m_.num_stages; ++number) {
         const Layer& stage = m_.stages[number];
-        linear(stage.attention.wkv, x, m_.hidden, raw, m_.head_dim, count_);
-        for (int r = 0; r < count_; ++r) window_key(raw + int64_t(r) * m_.head_dim, stage.attention, table(stage, r), key + int64_t(r) * m_.head_dim);
+        split([&](int from, int to, MemberScratch&) {
+            linear(stage.attention.wkv, x + from * hidden, hidden, raw + from * d, d, to - from);
+            for (int r = from; r < to; ++r) window_key(raw + r * d, stage.attention, table(stage, r), key + r * d);
+        });
         store_keys(stage.ring, key);
     }
 }

@@ -255,6 +255,9 @@ def test_threads_do_not_change_a_bit(plain, threads):
     native.native.model.set_threads(threads, 1, polite=False)
     try:
         assert torch.equal(in_chunks(native, PROMPTS[3][:201], 2, chunks), alone)
+        one, other = (native.kv.rings[:, slot * native.kv.ring_rows : (slot + 1) * native.kv.ring_rows] for slot in (1, 2))
+        written = [position % native.kv.ring_rows for position in range(max(0, 201 - native.kv.ring_rows), 201)]
+        assert torch.equal(one[:, written], other[:, written])  # the draft stages' windows among them
         seqs = [Seq(native, ids, slot) for slot, ids in enumerate((PROMPTS[1], PROMPTS[3][:201], PROMPTS[2]), start=3)]
         logits = native.run(Batch(StepKind.PREFILL, [s.slice(len(s.ids)) for s in seqs])).split([len(s.ids) for s in seqs])
         assert torch.equal(logits[1], alone)
