@@ -232,11 +232,6 @@ class PrefixIndex:
 
     # -- eviction ----------------------------------------------------------------------------------------------------------
 
-    def oldest_page(self) -> int:
-        """The least recent unpinned page, always a leaf; -1 when all are pinned."""
-        frame = self._next[self._pages]
-        return NONE if frame == self._pages else frame
-
     def oldest_state(self) -> int:
         """The least recent listed state, or -1."""
         state = self._next[self._states]
