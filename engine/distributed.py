@@ -96,7 +96,7 @@ class GlooGroup:
             self.max([0])  # connections are made lazily: fail here rather than in the first step
         except (RuntimeError, ValueError) as error:
             raise GroupError(
-                f"rank {rank} of {size} could not join its group at {url}: {_first_line(error)}",
+                f"rank {rank} of {size} could not join its group at {url}: {first_line(error)}",
                 hint=f"all ranks must start within {timeout_s:g} s and use the same address",
             ) from error
 
@@ -109,7 +109,7 @@ class GlooGroup:
             dist.all_reduce(packed, op=dist.ReduceOp.MAX)
         except (RuntimeError, ValueError) as error:
             raise GroupError(
-                f"rank {self.rank} of {self.size} lost a peer: {_first_line(error)}",
+                f"rank {self.rank} of {self.size} lost a peer: {first_line(error)}",
                 hint=f"a rank died or did not answer for {self.timeout_s:g} s; see the other ranks' logs, then restart the group",
             ) from error
         return packed.tolist()
@@ -136,7 +136,7 @@ class GlooGroup:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WATCH_TIMEOUT_S))
             self._watch = PeerWatch(store, self.rank, self.size, on_lost)
         except (RuntimeError, ValueError) as error:
-            raise GroupError(f"rank {self.rank} of {self.size} lost the rendezvous at {host}:{port}: {_first_line(error)}") from error
+            raise GroupError(f"rank {self.rank} of {self.size} lost the rendezvous at {host}:{port}: {first_line(error)}") from error
         self.max([0])  # all have beaten
         self._watch.start()
 
@@ -151,5 +151,6 @@ class GlooGroup:
             dist.destroy_process_group()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What torch says, without the stack of its C++ side. Empty for an error without a message."""
     return str(error).strip().split("\n", 1)[0]

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.distributed import first_line
+
 BEAT_S = 1.0
 LOST_S = 10.0
 
@@ -73,7 +75,7 @@ class PeerWatch:
                 self.beat()
                 lost = self.find_lost()
             except (RuntimeError, ValueError) as error:
-                lost = f"the host of rank 0 does not answer: {str(error).strip().splitlines()[0]}"
+                lost = f"the host of rank 0 does not answer: {first_line(error)}"
             self._answered_s = self._clock()
             if lost:
                 self._report(lost)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed import GroupError
+from engine.distributed import GroupError, first_line
 
 # Newer releases of torch have renamed it.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -48,11 +48,9 @@ class TensorGroup(Protocol):
     def swap(self, sends: list[Piece], receives: list[Piece]) -> None:
         """Point-to-point copies, all at once. Between two ranks they match in list order."""
 
-    def close(self) -> None: ...
-
 
 class TorchTensors:
-    """A `TensorGroup` over torch.distributed.
+    """A `TensorGroup` over torch.distributed. It ends with the default group, which its owner destroys.
 
     A dead or hung peer is found in a gloo collective: at once when its connection breaks, else after `timeout_s`. NCCL kernels wait on
     the device instead; torch's watchdog ends the process after `timeout_s`, unless a supervisor has ended it before.
@@ -74,7 +72,7 @@ class TorchTensors:
         packed[0] = len(mine)
         packed[1 : len(mine) + 1] = torch.tensor(mine, dtype=torch.int64)
         out = torch.empty(self.size * len(packed), dtype=torch.int64)
-        self._guard(dist.all_gather_into_tensor, out, packed, group=self._host)
+        self._guard(_all_gather, out, packed, group=self._host)
         return [row[1 : row[0] + 1] for row in out.view(self.size, -1).tolist()]
 
     def all_gather(self, out: Tensor, mine: Tensor) -> None:
@@ -98,15 +96,12 @@ class TorchTensors:
         for work in self._guard(dist.batch_isend_irecv, copies):
             self._guard(work.wait)
 
-    def close(self) -> None:
-        """The groups end with the default group, which their owner destroys."""
-
     def _guard(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return action(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
             raise GroupError(
-                f"rank {self.rank} of {self.size} lost a peer in {action.__name__}: {str(error).strip().splitlines()[0]}",
+                f"rank {self.rank} of {self.size} lost a peer in {action.__name__}: {first_line(error)}",
                 hint=f"a rank died or did not answer for {self.timeout_s:g} s; see the other ranks' logs, then restart the group",
             ) from error
 
@@ -138,9 +133,6 @@ class SoloTensors:
     def swap(self, sends: list[Piece], receives: list[Piece]) -> None:
         assert sends + receives == [], "copies to other ranks in a group of one"
 
-    def close(self) -> None:
-        return None
-
 
 def split_group(rank: int, world: int, size: int, device: str, timeout_s: float) -> TorchTensors:
     """This rank's group of `size` consecutive ranks. All `world` ranks of the default process group call it together.
@@ -159,7 +151,7 @@ def split_group(rank: int, world: int, size: int, device: str, timeout_s: float)
             host = dist.new_group(ranks, timeout=timeout, backend="gloo")
             tensors = dist.new_group(ranks, timeout=timeout, backend="nccl") if device == "cuda" else host
         except (RuntimeError, ValueError) as error:
-            raise GroupError(f"rank {rank} of {world} could not make its group of {size}: {str(error).strip().splitlines()[0]}") from error
+            raise GroupError(f"rank {rank} of {world} could not make its group of {size}: {first_line(error)}") from error
         if rank in ranks:
             mine = TorchTensors(host, tensors, rank - first, size, timeout_s)
     assert mine is not None

@@ -48,9 +48,6 @@ class ThreadTensors:
 
         self._share(sends, take)
 
-    def close(self) -> None:
-        return None
-
     def _share(self, given: Any, use: Callable[[list[Any]], Any]) -> Any:
         self._board[self.rank] = given
         self._meeting.wait(timeout=20)
