@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.parallel.eplb_plan import plan, rank_loads
@@ -58,13 +57,13 @@ class Balancer:
     def __init__(self, exchange: ExpertExchange, settings: BalanceSettings) -> None:
         self.figures = BalanceFigures()
         self._exchange, self._settings = exchange, settings
-        placement, device = exchange.layers[0].placement, exchange.layers[0].counts.device
-        layers = len(exchange.layers)
+        layers, device = len(exchange.layers), exchange.counts.device
         # By expert, because slots change their experts; and what this rank computed, whichever experts that were.
         window = settings.window if settings.interval else 0
-        self._by_expert = torch.zeros(window, layers, placement.num_experts, dtype=torch.int64, device=device)
+        num_experts = exchange.layers[0].placement.num_experts
+        self._by_expert = torch.zeros(window, layers, num_experts, dtype=torch.int64, device=device)
         self._own = torch.zeros(settings.report, layers, dtype=torch.int64, device=device)
-        self._held = [self._held_in(number) for number in range(layers)]
+        self._held = torch.tensor([layer.placement.held_by(exchange.group.rank) for layer in exchange.layers], device=device)
         exchange.counting = settings.interval > 0 or settings.report > 0
         self._counted = 0
         self._since_plan = 0
@@ -78,7 +77,7 @@ class Balancer:
         if not self._exchange.counting:
             return
         if prompt and not self._settings.after_prefill:
-            self._forget()
+            self._exchange.counts.zero_()
             return
         self._record()
         if self._settings.report and self._counted % self._settings.report == 0:
@@ -94,22 +93,13 @@ class Balancer:
 
     def _record(self) -> None:
         window, report = len(self._by_expert), len(self._own)
-        for number, layer in enumerate(self._exchange.layers):
-            if window:
-                self._by_expert[self._counted % window, number].zero_().index_add_(0, self._held[number], layer.counts)
-            if report:
-                self._own[self._counted % report, number] = layer.counts.sum()
-            layer.counts.zero_()
+        counts = self._exchange.counts
+        if window:
+            self._by_expert[self._counted % window].zero_().scatter_add_(1, self._held, counts)
+        if report:
+            self._own[self._counted % report] = counts.sum(1)
+        counts.zero_()
         self._counted += 1
-
-    def _forget(self) -> None:
-        for layer in self._exchange.layers:
-            layer.counts.zero_()
-
-    def _held_in(self, number: int) -> Tensor:
-        """The experts in this rank's slots of a layer."""
-        layer, rank = self._exchange.layers[number], self._exchange.group.rank
-        return torch.tensor(layer.placement.held_by(rank), device=layer.counts.device)
 
     def _report(self) -> None:
         group = self._exchange.group
@@ -137,7 +127,7 @@ class Balancer:
         self.figures.moved_bytes += move_experts(self._exchange.group, stores, before, after)
         self.figures.moved_layers += 1
         layer.place(after)
-        self._held[number] = self._held_in(number)
+        self._held[number] = torch.tensor(after.held_by(self._exchange.group.rank))
         if log.isEnabledFor(logging.DEBUG):
             old, new = (rank_loads(loads, placement).max(1).sum() for placement in (before, after))
             log.debug("layer %d: the busiest rank goes from %.0f to %.0f tokens over the window", number, old, new)

@@ -48,7 +48,7 @@ class Experts(Protocol):
 
 @dataclass(slots=True)
 class RoutedLayer:
-    """Where a layer's experts are, on the device. counts: [c] int64, tokens by local slot since somebody set it to zero."""
+    """Where a layer's experts are, on the device. counts: [c] int64, the layer's row of `ExpertExchange.counts`."""
 
     placement: Placement
     slots: Tensor
@@ -57,10 +57,9 @@ class RoutedLayer:
     experts: list[Experts] = field(default_factory=list)
 
     @staticmethod
-    def of(placement: Placement, device: str) -> RoutedLayer:
+    def of(placement: Placement, counts: Tensor) -> RoutedLayer:
         slots, copies = placement.maps()
-        counts = torch.zeros(placement.slots_per_rank, dtype=torch.int64, device=device)
-        return RoutedLayer(placement, slots.to(device), copies.to(device), counts)
+        return RoutedLayer(placement, slots.to(counts.device), copies.to(counts.device), counts)
 
     def place(self, placement: Placement) -> None:
         """Use other slots from now on. The maps change in place: captured graphs read them."""
@@ -98,8 +97,10 @@ class ExpertExchange:
         """boundary: first layer that sees the decoder's rows only. exact: bring home every choice's term, so that the sum has the order and
         the rounding of a rank that holds all experts; otherwise each rank's sum comes home."""
         self.group, self.exact, self.route = group, exact, route
-        self.layers = [RoutedLayer.of(placement, device) for _ in range(num_layers)]
+        # [layers, c]: tokens by local slot since somebody set it to zero, while `counting`.
+        self.counts = torch.zeros(num_layers, placement.slots_per_rank, dtype=torch.int64, device=device)
         self.counting = False
+        self.layers = [RoutedLayer.of(placement, counts) for counts in self.counts]
         self._boundary, self._num_chosen = boundary, num_chosen
         self._nothing = torch.empty(0, hidden, dtype=dtype, device=device)
         self._rows = (0, 0)
