@@ -32,7 +32,6 @@ class TurnMemory:
         self._most_turns, self._most_characters = most_turns, most_characters
         self._turns: OrderedDict[str, Turn] = OrderedDict()
         self._characters = 0
-        self.reattached_total = 0
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -41,6 +40,8 @@ class TurnMemory:
         """Turns without calls or reasoning are not worth a place."""
         if not turn.call_ids or not turn.reasoning:
             return
+        if (same := self._turns.pop(turn.call_ids[0], None)) is not None:
+            self._characters -= len(same.reasoning)
         self._turns[turn.call_ids[0]] = turn
         self._characters += len(turn.reasoning)
         while len(self._turns) > self._most_turns or self._characters > self._most_characters:
@@ -61,7 +62,6 @@ class TurnMemory:
         turn = self._turns.get(ids[0]) if ids else None
         if turn is None or turn.salt != salt or turn.call_ids != ids or (message.get("content") or "") != turn.content:
             return message
-        self.reattached_total += 1
         return {**message, "reasoning_content": turn.reasoning}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_cli.config import BenchConfig
-from deepinfer_cli.settings import SECTIONS, all_settings, convert, find_files, read_environment, resolve
+from deepinfer_cli.settings import SECTIONS, UNUSED_ALIASES, all_settings, convert, find_files, read_environment, resolve
 from hicache.errors import ConfigError
 
 SOURCES = ("default", "user", "local", "environment", "flag")
@@ -96,6 +96,10 @@ def test_known_names_without_effect_warn_once() -> None:
     values, warnings = read_environment({"DEEPINFER_GLOO_TIMEOUT": "1", "DEEPINFER_XGRAMMAR_TIMEOUT": "2", "DEEPINFER_HF_MODEL_DIR": "/m"})
     assert values == {}
     assert warnings == ["without effect in this engine: DEEPINFER_GLOO_TIMEOUT, DEEPINFER_XGRAMMAR_TIMEOUT"]
+
+
+def test_no_name_without_effect_is_that_of_a_setting() -> None:
+    assert not {f"DEEPINFER_{name}" for name in UNUSED_ALIASES} & {alias for s in all_settings().values() for alias in s.knob.aliases}
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,6 @@ class Host:
         def read() -> None:
             with subprocess.Popen(self.inside(*command, "-d", json.dumps(body)), stdout=subprocess.PIPE, text=True) as curl:
                 assert curl.stdout is not None
-                self.lines += []
                 for line in curl.stdout:
                     self.lines.append(line.strip())
 

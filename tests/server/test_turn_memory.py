@@ -58,6 +58,9 @@ def test_memory_is_bounded() -> None:
     for number in range(9):
         made.remember(Turn("", (str(number),), "", "0123456789"))
     assert len(made) == 2
+    for _ in range(9):
+        made.remember(Turn("", ("8",), "", "9876543210"))
+    assert len(made) == 2
     made.remember(Turn("", (), "", "no call"))
     made.remember(Turn("", ("x",), "", ""))
     assert len(made) == 2
