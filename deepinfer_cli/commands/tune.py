@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -147,17 +145,14 @@ def predict(bench: Bench, plan: Plan, measured: list[Measurement], lone: tuple[S
 
 def keep(call: Invocation, bench: Bench, choice: Choice, measured: list[Measurement]) -> Path | None:
     """The chosen value in `dix.toml` and on the server. Without a choice nothing is written."""
-    from deepinfer_cli.settings import find_files
     from deepinfer_cli.tune.measure import KEY
-    from deepinfer_cli.tune.write import write_value
+    from deepinfer_cli.tune.write import keep_tuned
 
     if choice.value is None:
         return None
-    local = [path for path in find_files(None, Path.cwd(), call.paths.user_config) if path.name == "dix.toml"]
-    path = local[0] if local else Path.cwd() / "dix.toml"
     runs = [run for m in measured for run in m.run_ids]
-    comment = f"tuned {time.strftime('%Y-%m-%d')} on {platform.node()}, {bench.model}, {bench.ranks} ranks, runs {runs[0]} to {runs[-1]}"
-    write_value(path, "engine", KEY, choice.value, comment)
+    facts = f"{bench.model}, {bench.ranks} ranks, runs {runs[0]} to {runs[-1]}"
+    path = keep_tuned(call.paths.user_config, KEY, choice.value, facts)
     bench.set(choice.value)
     return path
 

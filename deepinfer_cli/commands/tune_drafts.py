@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,14 +89,9 @@ def measure(call: Invocation, directory: Path, texts: list[str], max_tokens: int
 
 def keep(call: Invocation, model: str, report: DraftReport) -> Path:
     """The temperatures in `dix.toml`."""
-    from deepinfer_cli.settings import find_files
-    from deepinfer_cli.tune.write import write_value
+    from deepinfer_cli.tune.write import keep_tuned
 
-    local = [path for path in find_files(None, Path.cwd(), call.paths.user_config) if path.name == "dix.toml"]
-    path = local[0] if local else Path.cwd() / "dix.toml"
-    comment = f"tuned {time.strftime('%Y-%m-%d')} on {platform.node()}, {model}, {report.rounds} rounds"
-    write_value(path, "engine", KEY, f'"{report.temperatures}"', comment)
-    return path
+    return keep_tuned(call.paths.user_config, KEY, f'"{report.temperatures}"', f"{model}, {report.rounds} rounds")
 
 
 def show(call: Invocation, model: str, report: DraftReport, written: Path | None) -> None:

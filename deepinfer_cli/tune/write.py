@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import time
 from pathlib import Path
+
+from deepinfer_cli.settings import find_files
 
 
 def with_value(text: str, section: str, key: str, value: int | str, comment: str) -> str:
@@ -29,3 +33,12 @@ def write_value(path: Path, section: str, key: str, value: int | str, comment: s
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def keep_tuned(user_config: Path, key: str, value: int | str, facts: str) -> Path:
+    """Put a setting of the engine into the nearest `dix.toml` upwards, else into a new one here, with the day, the machine and `facts`.
+    Returns the file. Raises: OSError.
+    """
+    path = next((path for path in find_files(None, Path.cwd(), user_config) if path.name == "dix.toml"), Path.cwd() / "dix.toml")
+    write_value(path, "engine", key, value, f"tuned {time.strftime('%Y-%m-%d')} on {platform.node()}, {facts}")
+    return path
