@@ -29,14 +29,13 @@ MAX_BLOCKS = 1_048_576
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """reason: session, content, prefix, load, moved. saved_tokens: prompt tokens that the rank need not compute, and where they come
-    from (see `Saving`). work_tokens: what it has to do for the prompt, in computed tokens.
+    """reason: session, content, prefix, load, moved. saved_tokens: prompt tokens that the rank need not compute; source: where they come
+    from (see `Saving`).
     """
 
     rank: int
     reason: str
     saved_tokens: int
-    work_tokens: float = 0.0
     source: str = ""
 
 
@@ -112,7 +111,7 @@ class Router:
             reason = "moved"
         elif affine is None:
             reason = "prefix" if saving.tokens else "load"
-        return Decision(rank, reason, saving.tokens, self.costs.work(length, saving), saving.source)
+        return Decision(rank, reason, saving.tokens, saving.source)
 
     def _savings(self, keys: PromptKeys, ranks: list[int]) -> dict[int, Saving]:
         most = self.costs.most_tokens(keys)
