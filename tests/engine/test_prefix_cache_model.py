@@ -38,6 +38,7 @@ def make_config(
         yoco_mode=yoco_mode,
         yoco_keep_tokens=KEEP,
         num_draft_tokens=3,
+        enable_mtp_varlen=False,  # lengths by measured cost would make every run another one
     )
 
 
