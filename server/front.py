@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import faulthandler
 import gc
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -21,14 +17,14 @@ import uvloop
 
 from hicache.config import HiCacheConfig
 from hicache.keys import KeySpace
-from server import parent_death
+from server import child
 from server.app import create_app
 from server.connection import Connection
 from server.errors import DixError, Unavailable
 from server.front_state import Front
 from server.grammar_check import GrammarCheck
 from server.heartbeat import HeartbeatFile, start_process_thread
-from server.launch import Launch, load_launch
+from server.launch import Launch
 from server.logs import open_log
 from server.metrics import FrontMetrics
 from server.prometheus import RankCollector
@@ -213,17 +209,7 @@ def _exit_on_bug(task: asyncio.Task[None]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="server.front")
-    parser.add_argument("launch", type=Path)
-    for name in ("control", "listener", "parent"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    options = parser.parse_args(arguments)
-    parent_death.arm(options.parent)
-    faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    launch = load_launch(options.launch)
+    options, launch = child.enter("server.front", ("control", "listener"), arguments)
     open_log(launch.log_dir, "front", launch.server.log_level)
     control = socket.socket(fileno=options.control)
     listener = socket.socket(fileno=options.listener)

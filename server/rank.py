@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import gc
 import json
 import logging
@@ -14,17 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
 
 from engine.process_env import prepare_process, resolve_threads
 from engine.request import FinishReason, Output, Request, SamplingParams
-from server import parent_death, protocol
+from server import child, protocol
 from server.errors import DixError
 from server.heartbeat import HeartbeatFile, start_process_thread
-from server.launch import Launch, load_launch, resolve
+from server.launch import Launch, resolve
 from server.logs import open_log
 
 IDLE_WAIT_MS = 20
@@ -331,18 +328,8 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="server.rank")
-    parser.add_argument("launch", type=Path)
-    for name in ("rank", "generation", "parent", "report"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    options = parser.parse_args(arguments)
-    parent_death.arm(options.parent)
-    faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    options, launch = child.enter("server.rank", ("rank", "generation", "report"), arguments)
     report = Report(options.report)
-    launch = load_launch(options.launch)
     open_log(launch.log_dir, f"rank-{options.rank}", launch.server.log_level)
     try:
         serve(launch, options.rank, options.generation, report)
