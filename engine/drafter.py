@@ -29,11 +29,6 @@ class DraftPoint:
     token_id: int
     length: int
 
-    @staticmethod
-    def of(seq: Sequence) -> DraftPoint:
-        """Behind a sequence that knows all its tokens."""
-        return DraftPoint(seq, seq.token_ids[-1], len(seq.token_ids))
-
 
 class DrafterLike(Protocol):
     """Proposes tokens that a verify step then checks."""

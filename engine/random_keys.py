@@ -53,7 +53,7 @@ def _mix64_rows(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def race_keys(seeds: list[int], positions: list[int], purpose: Purpose = Purpose.SAMPLE) -> NDArray[np.int64]:
-    """[B] int64, the start of a stream with one number per token id at each (seed, position): see `engine/sampler.py`."""
+    """[B] int64, the start of a stream with one number per token id at each (seed, position): see `race` in `engine/draws.py`."""
     golden = np.uint64(GOLDEN)
     streams = np.asarray(positions, dtype=np.uint64) * np.uint64(3) + np.uint64(purpose)
     return _mix64_rows(np.asarray(seeds, dtype=np.uint64) + _mix64_rows(streams * golden)).view(np.int64)

@@ -164,10 +164,20 @@ class Sampler:
 def _classify(params: SamplingParams) -> _Traits:
     edits = edits_logits(params)
     greedy = params.temperature == 0.0
-    filters = params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+    filters = _is_filtered(params)
     logprobs = params.logprobs or params.top_logprobs > 0
     plain = not edits and not logprobs
     return _Traits(params, edits, greedy, filters, logprobs, greedy and plain, plain and (greedy or not filters), plain and not greedy)
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    """Whether a draw leaves some tokens out."""
+    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+
+
+def _fixed_top_p(params: SamplingParams) -> int:
+    """In fixed point; more than any sum when nothing is left out."""
+    return int(params.top_p * FIXED_ONE) if params.top_p < 1.0 else 2 * FIXED_ONE
 
 
 def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
@@ -227,14 +237,14 @@ def row_draws(rows: list[Sequence], device: torch.device) -> Draws:
         to_device([p.temperature for p in params], torch.float32, device),
         to_device([int(mode) for mode in modes], torch.int32, device),
         to_device(chosen, torch.int64, device),
-        _filters(params, device) if any(p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0 for p in params) else None,
+        _filters(params, device) if any(map(_is_filtered, params)) else None,
     )
 
 
 def _filters(params: list[SamplingParams], device: torch.device) -> Filters:
     """Every row's filters, see `_kept`."""
     return Filters(
-        to_device([int(p.top_p * FIXED_ONE) if p.top_p < 1.0 else 2 * FIXED_ONE for p in params], torch.int64, device),
+        to_device([_fixed_top_p(p) for p in params], torch.int64, device),
         to_device([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params], torch.int32, device),
         to_device([p.min_p for p in params], torch.float32, device),
     )
@@ -297,7 +307,7 @@ def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     temperature = to_device([p.temperature for p in params], logits.dtype, logits.device)
     # The maximum is subtracted first: tiny temperatures would overflow otherwise.
     probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None], dim=-1)
-    filtered = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0]
+    filtered = [i for i, p in enumerate(params) if _is_filtered(p)]
     if filtered:
         index = torch.tensor(filtered, device=logits.device)
         probs[index] = filter_candidates(probs[index], [params[i] for i in filtered])
@@ -339,7 +349,7 @@ def _kept(ordered: Tensor, params: list[SamplingParams]) -> Tensor:
     device = ordered.device
     weights = fixed_point(ordered)
     preceding = weights.cumsum(dim=-1) - weights
-    top_p = torch.tensor([int(p.top_p * FIXED_ONE) if p.top_p < 1.0 else 2 * FIXED_ONE for p in params], device=device)
+    top_p = torch.tensor([_fixed_top_p(p) for p in params], device=device)
     top_k = torch.tensor([p.top_k if p.top_k > 0 else 2**62 for p in params], device=device)
     min_p = torch.tensor([p.min_p for p in params], dtype=ordered.dtype, device=device)
     keep = preceding <= top_p[:, None]

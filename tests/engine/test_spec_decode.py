@@ -182,7 +182,7 @@ class Table:
         return _Drafted(torch.stack(ids, 1), torch.zeros(len(slices), 3))
 
     def step(self, seqs: list[Sequence], drafter: Drafter, sampler: Sampler, room: int = 3) -> list[list[int]]:
-        drafts = drafter.propose([DraftPoint.of(seq) for seq in seqs], [room] * len(seqs))
+        drafts = drafter.propose([DraftPoint(seq, seq.token_ids[-1], len(seq.token_ids)) for seq in seqs], [room] * len(seqs))
         rows = [token for seq, ids in zip(seqs, drafts, strict=True) for token in [seq.token_ids[-1], *ids]]
         return sampler.verify(self.target[rows], seqs, drafts, drafter.proposals).token_ids
 
