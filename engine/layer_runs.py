@@ -120,6 +120,8 @@ class LayerRuns:
         for first in range(1 + some, kv.num_blocks, some):
             last = min(first + some, kv.num_blocks)
             kv.blocks[first:last] = kv.blocks[1 : 1 + last - first]
+        for partial_rows in kv.partials.values():
+            partial_rows.normal_(generator=self._random)
         kv.rings.copy_(kv.window_rows(self._normal(kv.rings.shape[1], text.head_dim)).expand_as(kv.rings))
 
     def _normal(self, rows: int, width: int) -> Tensor:

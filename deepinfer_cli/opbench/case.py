@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.ops.registry import Op
 from hicache.errors import ConfigError
 
 Call = Callable[[], Any]
@@ -43,6 +44,16 @@ class Setting:
         """Forget a shared object, so that its memory returns."""
         self._made.pop(key, None)
 
+    def drop_others(self, prefix: str, kept: str) -> None:
+        """Forget the shared objects whose keys begin with `prefix`, but for `kept`."""
+        for key in [key for key in self._made if key.startswith(prefix) and key != kept]:
+            self.drop(key)
+
+    def select(self, *ops: Op) -> None:
+        """Let ops run the best implementation of the device."""
+        for op in ops:
+            op.use(op.backends()[0] if self.device == "cuda" else "reference")
+
     def generator(self) -> torch.Generator:
         """The stream of random numbers of the present case; `restart` begins it anew, so that no case depends on the ones before."""
         return self.shared("generator", lambda: torch.Generator(self.device).manual_seed(self.seed))
@@ -61,8 +72,8 @@ class Prepared:
 
     calls: the op on one input set each; one sample cycles through them (see `num_copies`). num_bytes, flops: the least that ONE call has to
     move and to compute; useful work only. peers: the same work by others, as calls. check: (relative error, its limit) against the
-    reference, None when the op copies or is the library itself. params: what was drawn, for example how many experts were touched.
-    count_kernels: report how many kernels one call starts.
+    reference, of draws the share of wrong rows, of whole layers 0 when the output is finite; None when the op copies or is the library
+    itself. params: what was drawn, for example how many experts were touched. count_kernels: report how many kernels one call starts.
     """
 
     calls: Sequence[Call]

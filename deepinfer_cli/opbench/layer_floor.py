@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from engine.models.config import ModelConfig
 from engine.models.inventory import StoredTensor, stored_inventory
@@ -52,23 +53,13 @@ def layer_floor(config: ModelConfig, layer: int, context: int) -> LayerFloor:
         dense_bytes=sum(t.num_bytes for t in dense),
         expert_bytes=sum(t.num_bytes for t in experts) // text.n_routed_experts,
         row_bytes=rows,
-        dense_weights=_weights(dense, _not_scale),
-        expert_weights=_weights(experts, _not_scale) // text.n_routed_experts,
+        dense_weights=_weights(dense),
+        expert_weights=_weights(experts) // text.n_routed_experts,
         attention_flops=flops,
         num_chosen=text.num_experts_per_tok,
     )
 
 
-def _not_scale(tensor: StoredTensor) -> bool:
-    return not tensor.name.endswith(".scale")
-
-
-def _weights(tensors: Sequence[StoredTensor], keep: Callable[[StoredTensor], bool]) -> int:
-    """Numbers held; an I8 tensor packs two into a byte."""
-    total = 0
-    for tensor in filter(keep, tensors):
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        total += 2 * count if tensor.dtype == "I8" else count
-    return total
+def _weights(tensors: Sequence[StoredTensor]) -> int:
+    """Numbers held, scales aside; an I8 tensor packs two into a byte."""
+    return sum(prod(t.shape) * (2 if t.dtype == "I8" else 1) for t in tensors if not t.name.endswith(".scale"))

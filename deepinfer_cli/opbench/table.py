@@ -42,7 +42,7 @@ def _row(record: dict[str, Any]) -> list[str]:
         says = error.get("message") or f"error {error.get('rel'):.1e} over {error.get('limit'):.1e}"
         return [f"{record['id']} {params}", "–", "–", "–", "–", "–", "–", str(record["level"]), says[:80], "–", "–"]
     share, peer = record["share"], record.get("peer")
-    digits = 2 if share["of"] not in ("time",) else 1
+    digits = 1 if share["of"] == "time" else 2
     return [
         f"{record['id']} {params}",
         show_number(record["time_us"]["median"]) + ("*" if record["captured"] is False else ""),

@@ -54,7 +54,7 @@ def _attention(id: str, rows: int, target: Target, *, shared_keys: bool = False)
             num_bytes += 4096 * entry_row_bytes(width) + (count + window) * window_row_bytes(width)
         made = [make_problem(setting, count, shared_keys) for _ in range(min(8, num_copies(num_bytes, setting)))]
         scale = width**-0.5
-        ROW_ATTENTION.use(ROW_ATTENTION.backends()[0] if setting.device == "cuda" else "reference")
+        setting.select(ROW_ATTENTION)
 
         def check() -> tuple[float, float]:
             part = slice(0, min(count, 64))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from deepinfer_cli.opbench.case import Call, Case, Prepared, Setting, Target, relative_error
+from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target, relative_error
 from engine.ops.engram_gather import ENGRAM_GATHER
 from engine.ops.weight_formats import encode_table_rows
 
@@ -30,13 +32,13 @@ def _case(rows: int, must: float, aim: float) -> Case:
     def prepare(setting: Setting) -> Prepared:
         count, width, tokens = (200, 64, 3) if setting.small else (_ROWS, _WIDTH, rows // _COLUMNS)
         table, scale = _table(setting, count, width)
-        ENGRAM_GATHER.use(ENGRAM_GATHER.backends()[0] if setting.device == "cuda" else "reference")
+        setting.select(ENGRAM_GATHER)
         ids = [
             torch.randint(0, len(table), (tokens, _COLUMNS), device=setting.device, generator=setting.generator())
             for _ in range(1 if setting.small else 8)
         ]
-        calls: list[Call] = [lambda i=i: ENGRAM_GATHER(i, table, scale, torch.bfloat16) for i in ids]  # type: ignore[misc]
-        plain: list[Call] = [lambda i=i: ENGRAM_GATHER.reference(i, table, scale, torch.bfloat16) for i in ids]  # type: ignore[misc]
+        calls = [partial(ENGRAM_GATHER, i, table, scale, torch.bfloat16) for i in ids]
+        plain = [partial(ENGRAM_GATHER.reference, i, table, scale, torch.bfloat16) for i in ids]
         num_bytes = tokens * _COLUMNS * (width + width // 32)
 
         def check() -> tuple[float, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from deepinfer_cli.opbench.case import Call, Case, Prepared, Setting, Target, num_copies, relative_error
-from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, pack_index_rows
+from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target, num_copies, relative_error
+from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, pack_index_rows, unpack_index_rows
 from engine.ops.compress_entries import (
     COMPRESS_ENTRIES,
     STORE_INDEX_KEYS,
@@ -14,6 +16,7 @@ from engine.ops.compress_entries import (
     compress_entries,
     store_index_keys,
 )
+from engine.ops.index_scores import index_scores
 from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys, ascending
 from engine.ops.q4_index import q4_index
 from engine.ops.select_topk import SELECT_TOPK
@@ -58,9 +61,6 @@ def _scores(rows: int, context: int, target: Target) -> Case:
                 scores_of(query, keys, slice(begin, min(begin + step, count)), length, None, 8)
 
         def check() -> tuple[float, float]:
-            from engine.ops.cache_rows import unpack_index_rows
-            from engine.ops.index_scores import index_scores
-
             entries = torch.arange(length, device=query.q.device)[None]
             unpacked = unpack_index_rows(keys.rows(query.seq[:1], entries, width), torch.float32)
             wanted = index_scores(query.q[:1, None].float(), query.weights[:1, None].float(), unpacked, query.count[:1, None])
@@ -77,9 +77,9 @@ def _topk(rows: int, columns: int, target: Target) -> Case:
         count, length, k = (min(rows, 3), 100, 8) if setting.small else (rows, columns, _TOPK)
         num_bytes = count * length * 4
         inputs = [setting.normal(count, length, dtype=torch.float32) for _ in range(min(8, num_copies(num_bytes, setting)))]
-        SELECT_TOPK.use(SELECT_TOPK.backends()[0] if setting.device == "cuda" else "reference")
-        calls: list[Call] = [lambda x=x: SELECT_TOPK(x, k) for x in inputs]  # type: ignore[misc]
-        peers: dict[str, list[Call]] = {"torch.topk": [lambda x=x: x.topk(k) for x in inputs]}  # type: ignore[misc]
+        setting.select(SELECT_TOPK)
+        calls = [partial(SELECT_TOPK, x, k) for x in inputs]
+        peers = {"torch.topk": [partial(torch.topk, x, k) for x in inputs]}
 
         def check() -> tuple[float, float]:
             same = torch.equal(ascending(SELECT_TOPK(inputs[0], k)), ascending(SELECT_TOPK.reference(inputs[0], k)))
@@ -96,8 +96,7 @@ def _compress(tokens: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         width, key_width, per_block, rotary = (64, 32, 16, 8) if setting.small else (512, _WIDTH, 64, 32)
         entries, device = max(1, tokens // 2), setting.device
-        for op in (COMPRESS_ENTRIES, STORE_INDEX_KEYS):
-            op.use(op.backends()[0] if device == "cuda" else "reference")
+        setting.select(COMPRESS_ENTRIES, STORE_INDEX_KEYS)
         pages = -(-entries // per_block)
         kv_rows = torch.empty(pages * per_block, entry_row_bytes(width), dtype=torch.uint8, device=device)
         blocks = torch.empty(pages, -(-per_block * index_row_bytes(key_width) // 128) * 128, dtype=torch.uint8, device=device)
@@ -119,7 +118,7 @@ def _compress(tokens: int, target: Target) -> Case:
             wanted = COMPRESS_ENTRIES.reference(inputs[0], pairs, ones, 1e-20, rot, torch.empty_like(kv_rows), number)
             return relative_error(run(inputs[0]), wanted), COMPRESS_ENTRIES.tolerance.bf16
 
-        return Prepared([lambda x=x: run(x) for x in inputs], num_bytes, check=check)  # type: ignore[misc]
+        return Prepared([partial(run, x) for x in inputs], num_bytes, check=check)
 
     return Case("k.compress", {"tokens": tokens}, prepare, target)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -48,8 +47,7 @@ def _load(setting: Setting, layers: tuple[int, ...], experts: int | None) -> _Lo
     """The excerpt with a cache for the largest case, kept for the cases that follow; another one takes its place on the device."""
     key = f"layers {layers} {experts}"
     max_batch, max_len = (_SMALL_BATCH, _SMALL_LEN) if setting.small else (max(_DECODE_TARGETS), _LONG)
-    for other in [name for name in setting._made if name.startswith("layers ") and name != key]:
-        setting.drop(other)
+    setting.drop_others("layers ", key)
     if setting.device == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -137,8 +135,8 @@ def _cases() -> list[Case]:
         for context in (_SHORT, _LONG)
         for batch in _DECODE_TARGETS
     ]
-    others: list[Callable[[int], Case]] = [lambda b, n=n: _decode(n, b, _SHORT, Target("over_floor")) for n in LAYERS if n != 21]  # type: ignore[misc]
-    cases[len(_DECODE_TARGETS) : len(_DECODE_TARGETS)] = [make(batch) for make in others for batch in (1, 64)]
+    others = [_decode(layer, batch, _SHORT, Target("over_floor")) for layer in LAYERS if layer != 21 for batch in (1, 64)]
+    cases[len(_DECODE_TARGETS) : len(_DECODE_TARGETS)] = others
     cases += [_plain(21, batch) for batch in (1, 8, 64)]
     cases += [_decode(21, batch, _SHORT, Target("over_floor", *bounds), experts=48) for batch, bounds in _SHARE_TARGETS.items()]
     return cases + [_prefill(3, tokens, Target("bf16", 0.40, 0.55)) for tokens in (4_096, 32_768)]

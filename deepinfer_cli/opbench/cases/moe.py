@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,19 +14,12 @@ from engine.ops.hyper_boundary import HYPER_BOUNDARY, Mixer, Written
 from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
 from engine.ops.packed_linear import PACKED_LINEAR
 from engine.ops.packed_weights import Format, PackedWeights, pack_fp8, pack_gate_up, unpack
-from engine.ops.registry import Op
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 
 # Source: config keys n_routed_experts, num_experts_per_tok, hidden_size, moe_intermediate_size, swiglu_limit, rms_norm_eps.
 _EXPERTS, _CHOICES, _HIDDEN, _INNER, _LIMIT, _EPS = 384, 6, 5120, 2304, 10.0, 1e-20
 # Source: table of tensors of the released checkpoint. name -> (groups, rows, columns).
 _DENSE = {"wq_a+wkv": (1, 1792, 5120), "wq_b": (1, 32768, 1280), "wo_a": (8, 1024, 4096), "wo_b": (1, 5120, 8192)}
-
-
-def _kernel(op: Op, setting: Setting) -> Op:
-    """The op with the best implementation of the device selected."""
-    op.use(op.backends()[0] if setting.device == "cuda" else "reference")
-    return op
 
 
 def _experts(setting: Setting, num: int, hidden: int, inner: int) -> PackedExperts:
@@ -60,7 +54,7 @@ def _experts_case(id: str, tokens: int, target: Target) -> Case:
         num, choices, hidden, inner = (8, 2, 64, 32) if setting.small else (_EXPERTS, _CHOICES, _HIDDEN, _INNER)
         rows = min(tokens, 5) if setting.small else tokens
         experts = _experts(setting, num, hidden, inner)
-        op = _kernel(PACKED_EXPERTS, setting)
+        setting.select(PACKED_EXPERTS)
         sets = []
         for _ in range(1 if tokens > 64 else 4):
             ids = torch.rand(rows, num, device=setting.device, generator=setting.generator()).topk(choices).indices
@@ -69,7 +63,7 @@ def _experts_case(id: str, tokens: int, target: Target) -> Case:
         touched = sum(len(set(ids.flatten().tolist())) for _, ids, _ in sets) / len(sets)
         num_bytes = touched * inner * hidden * 3 * 17 / 32 + inner * hidden * 3 + rows * hidden * 4
         flops = 2 * rows * (choices + 1) * inner * hidden * 3
-        calls: list[Call] = [lambda s=s: op(*s, experts, _LIMIT, False) for s in sets]  # type: ignore[misc]
+        calls = [partial(PACKED_EXPERTS, *s, experts, _LIMIT, False) for s in sets]
         peers: Mapping[str, list[Call]] = {}
         if setting.device == "cuda":
             plain = plain_experts(setting, experts)
@@ -79,7 +73,7 @@ def _experts_case(id: str, tokens: int, target: Target) -> Case:
             few = torch.arange(rows, device=setting.device)[:: max(1, rows // 8)][:8]
             x, ids, weights = sets[0]
             want = PACKED_EXPERTS.reference(x[few], ids[few], weights[few], experts, _LIMIT, False)
-            return relative_error(op(x, ids, weights, experts, _LIMIT, False)[few], want), PACKED_EXPERTS.tolerance.bf16
+            return relative_error(PACKED_EXPERTS(x, ids, weights, experts, _LIMIT, False)[few], want), PACKED_EXPERTS.tolerance.bf16
 
         return Prepared(calls, num_bytes, flops, peers, check, {"touched": round(touched, 1)})
 
@@ -112,7 +106,7 @@ def _dense_case(rows: int, target: Target) -> Case:
 
     def prepare(setting: Setting) -> Prepared:
         shapes = {"a": (1, 64, 96), "b": (2, 32, 64)} if setting.small else _DENSE
-        op = _kernel(PACKED_LINEAR, setting)
+        setting.select(PACKED_LINEAR)
         packed, plain, inputs = [], [], []
         for groups, height, columns in shapes.values():
             weights = PackedWeights.empty(Format.FP8, groups, height, columns, setting.device)
@@ -126,7 +120,7 @@ def _dense_case(rows: int, target: Target) -> Case:
         flops = sum(2 * rows * w.groups * w.rows * w.columns for w in packed)
 
         def ours() -> list[Tensor]:
-            return [op(x, w) for x, w in zip(inputs, packed, strict=True)]
+            return [PACKED_LINEAR(x, w) for x, w in zip(inputs, packed, strict=True)]
 
         def library() -> list[Tensor]:
             grouped = [x.view(rows, len(w), -1).transpose(0, 1) for x, w in zip(inputs, plain, strict=True)]
@@ -143,7 +137,7 @@ def _dense_case(rows: int, target: Target) -> Case:
 def _mhc_case(rows: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         width = 64 if setting.small else _HIDDEN
-        op = _kernel(HYPER_BOUNDARY, setting)
+        setting.select(HYPER_BOUNDARY)
         num_bytes = rows * width * 2 * (4 + 4 + 1 + 1) + 24 * 4 * width * 4
         mixer = Mixer(
             setting.normal(24, 4 * width, std=0.02, dtype=torch.float32),
@@ -158,11 +152,11 @@ def _mhc_case(rows: int, target: Target) -> Case:
             post, pre = (setting.normal(rows, 4, dtype=torch.float32).sigmoid() for _ in range(2))
             comb = setting.normal(rows, 4, 4, dtype=torch.float32).softmax(-1)
             sets.append((setting.normal(rows, 4, width), Written(setting.normal(rows, width), post, comb), mixer, pre, norm, _EPS))
-        calls: list[Call] = [lambda s=s: op(*s) for s in sets]  # type: ignore[misc]
-        eager: list[Call] = [lambda s=s: HYPER_BOUNDARY.reference(*s) for s in sets]  # type: ignore[misc]
+        calls = [partial(HYPER_BOUNDARY, *s) for s in sets]
+        eager = [partial(HYPER_BOUNDARY.reference, *s) for s in sets]
 
         def check() -> tuple[float, float]:
-            got, want = op(*sets[0]), HYPER_BOUNDARY.reference(*sets[0])
+            got, want = calls[0](), eager[0]()
             return max(relative_error(getattr(got, name), getattr(want, name)) for name in ("h", "x", "pre", "post", "comb")), 1e-2
 
         return Prepared(calls, num_bytes, 2 * rows * 24 * 4 * width, {"torch eager": eager}, check)

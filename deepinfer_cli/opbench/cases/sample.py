@@ -15,7 +15,7 @@ _VOCAB, _ROWS = 129_280, 256
 def _case(mode: Mode, filtered: bool = False) -> Case:
     def prepare(setting: Setting) -> Prepared:
         rows, vocab = (3, 500) if setting.small else (_ROWS, _VOCAB)
-        SAMPLE_ROWS.use(SAMPLE_ROWS.backends()[0] if setting.device == "cuda" else "reference")
+        setting.select(SAMPLE_ROWS)
         logits = setting.normal(rows, vocab, std=3.0, dtype=torch.float32)
         numbers = torch.randint(0, 2**53, (rows,), device=setting.device, generator=setting.generator())
         modes = torch.full((rows,), int(mode), dtype=torch.int32, device=setting.device)
