@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @triton.jit
-def prepare(  # type: ignore[no-untyped-def]
+def prepare(
     both, q_norm, kv_norm, rot, latent, keys, ring, places, rank, stride, row_bytes, eps,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, RANK: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
@@ -56,13 +56,13 @@ def prepare(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rounded(x, like):  # type: ignore[no-untyped-def]
+def _rounded(x, like):
     """fp32 -> the dtype of `like` -> fp32, as between two operations of the reference."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def _e4m3(x):  # type: ignore[no-untyped-def]
+def _e4m3(x):
     """Nearest E4M3 code of |x| <= 448, ties to even, as int32. Normal numbers round in their own bits, small ones by adding 2^14."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80

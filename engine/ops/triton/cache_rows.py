@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Packing of cache rows, bit for bit as the references, one program per few rows."""
 
 from __future__ import annotations

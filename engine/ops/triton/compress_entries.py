@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """One program per entry or query row. Channels are handled as even and odd halves of pairs, which is what rotations mix and bytes hold."""
 
 from __future__ import annotations

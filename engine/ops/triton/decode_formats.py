@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Packed cache rows to bf16 inside a kernel, even and odd channels apart.
 
 Two neighbouring channels come from one byte (E2M1) or one 16-bit word (E4M3), so splitting them by parity needs no exchange between
@@ -8,52 +7,58 @@ because bf16 keeps them. Keys come out divided by `SHRINK`, which the caller mul
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+# Kernels then run on the CPU, without inline assembly and without products of bf16 numbers.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # An E2M1 value needs the factor scale * 2^126, which bf16 holds for all scales that occur when 2^16 is left out.
 SHRINK = tl.constexpr(65536.0)
 
-# Two words (o1 e1, o0 e0) of e4m3 bytes -> bf16 pairs (e1 e0), (o1 o0): magnitude to bits 4..10, sign to 15.
-_E4M3_ASM = tl.constexpr("""{
-.reg .b32 s, m;
-shl.b32 s, $2, 8;
-shl.b32 m, $2, 4;
-and.b32 m, m, 0x07f007f0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $0, m, $3;
-shr.u32 m, $2, 4;
-and.b32 m, m, 0x07f007f0;
-lop3.b32 m, $2, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $1, m, $3;
-}""")
 
-# Four bytes of E2M1 pairs -> two bf16 pairs of low nibbles, two of high nibbles: magnitude to bits 6..8, sign to 15.
-_E2M1_ASM = tl.constexpr("""{
-.reg .b32 p, s, m;
-prmt.b32 p, $4, 0, 0x4140;
-shl.b32 s, p, 12;
-shl.b32 m, p, 6;
+def e4m3_asm(pair: str, words: str, scale: str, *, odd: bool) -> str:
+    """PTX that decodes the even or odd e4m3 bytes of two words (o1 e1, o0 e0) to a bf16 pair: magnitude to bits 4..10, sign to 15.
+
+    pair, words, scale: operands. Registers s and m are the caller's to declare.
+    """
+    signs, start = (words, f"shr.u32 m, {words}, 4;\n") if odd else ("s", f"shl.b32 s, {words}, 8;\nshl.b32 m, {words}, 4;\n")
+    return f"""{start}and.b32 m, m, 0x07f007f0;
+lop3.b32 m, {signs}, 0x80008000, m, 0xea;
+mul.rn.bf16x2 {pair}, m, {scale};
+"""
+
+
+def e2m1_asm(pair: str, scale: str, *, odd: bool) -> str:
+    """PTX that decodes the low (even) or high (odd) nibbles of two bytes to a bf16 pair: magnitude to bits 6..8, sign to 15.
+
+    pair, scale: operands. Register p holds the bytes, see `e2m1_bytes`; s and m are the caller's to declare.
+    """
+    sign, magnitude = (8, 2) if odd else (12, 6)
+    return f"""shl.b32 s, p, {sign};
+shl.b32 m, p, {magnitude};
 and.b32 m, m, 0x01c001c0;
 lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $0, m, $5;
-shl.b32 s, p, 8;
-shl.b32 m, p, 2;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $2, m, $5;
-prmt.b32 p, $4, 0, 0x4342;
-shl.b32 s, p, 12;
-shl.b32 m, p, 6;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $1, m, $6;
-shl.b32 s, p, 8;
-shl.b32 m, p, 2;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $3, m, $6;
-}""")
+mul.rn.bf16x2 {pair}, m, {scale};
+"""
+
+
+def e2m1_bytes(packed: str, *, upper: bool) -> str:
+    """PTX that puts two of four bytes into the halves of register p."""
+    return f"prmt.b32 p, {packed}, 0, {'0x4342' if upper else '0x4140'};\n"
+
+
+# Two words -> bf16 pairs (e1 e0), (o1 o0).
+_E4M3_ASM = tl.constexpr("{\n.reg .b32 s, m;\n" + e4m3_asm("$0", "$2", "$3", odd=False) + e4m3_asm("$1", "$2", "$3", odd=True) + "}")
+# Four bytes of E2M1 pairs -> two bf16 pairs of low nibbles, two of high nibbles.
+_E2M1_ASM = tl.constexpr(
+    "{\n.reg .b32 p, s, m;\n"
+    + e2m1_bytes("$4", upper=False) + e2m1_asm("$0", "$5", odd=False) + e2m1_asm("$2", "$5", odd=True)
+    + e2m1_bytes("$4", upper=True) + e2m1_asm("$1", "$6", odd=False) + e2m1_asm("$3", "$6", odd=True)
+    + "}"
+)  # fmt: skip
 
 
 @triton.jit

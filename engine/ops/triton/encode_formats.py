@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Packed cache rows from even and odd channels inside a kernel: the rounding of `q8`, `q4_kv` and `q4_index`, bit for bit.
 
 Only fp32 operations that every target rounds alike are used, so that bytes do not depend on where they were written.

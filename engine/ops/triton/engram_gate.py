@@ -11,7 +11,7 @@ _FLOOR = tl.constexpr(1e-6)  # as in the reference
 
 
 @triton.jit
-def gate_streams(h, kv, weight, out, width, eps, root, STREAMS: tl.constexpr, COLS: tl.constexpr):  # type: ignore[no-untyped-def]
+def gate_streams(h, kv, weight, out, width, eps, root, STREAMS: tl.constexpr, COLS: tl.constexpr):
     """h, out: [T, STREAMS, C]; kv: [T, (STREAMS + 1) * C], keys, then the value; weight: [STREAMS, C] fp32. root: C^-0.5. COLS >= C."""
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)

@@ -14,7 +14,7 @@ _GROUP = 32  # columns that share a scale
 
 
 @triton.jit
-def gather_rows(  # type: ignore[no-untyped-def]
+def gather_rows(
     rows, table, scale, out, num_rows, WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out[r] = table[rows[r]] times its scales. table: [N, WIDTH] e4m3 bytes, scale: [N, WIDTH / GROUP] E8M0. WIDTH a power of two."""

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_DEAD = tl.constexpr(-1)
+from engine.ops.engram_hash import DEAD
+
+_DEAD = tl.constexpr(DEAD)
 
 
 @triton.jit
-def hash_rows(  # type: ignore[no-untyped-def]
+def hash_rows(
     grams, multipliers, primes, offsets, rows, num_rows, pad_id, GRAMS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip

@@ -8,7 +8,6 @@ waits for the last two: they may run beside it.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.hyper_boundary import HYPER_BOUNDARY, Boundary, Mixer, Written
+from engine.ops.triton.decode_formats import INTERPRETED
 from engine.ops.triton.fallback import warn_once
 
 STREAMS = 4
 _WIDTH = 32  # columns of a line of parts; 24 are used
 _FEW_ROWS = 264  # two for every multiprocessor of the largest machine measured
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
-def write_and_read(  # type: ignore[no-untyped-def]
+def write_and_read(
     h, y, post, comb, pre, norm, new_h, x, squares, width, eps, HAS_Y: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """h, new_h: [T, 4, C], y, x: [T, C], norm: [C] bf16; squares: [T] fp32, of all streams as they are stored.
@@ -75,14 +74,14 @@ def write_and_read(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _written(f0, f1, f2, f3, out, post, comb):  # type: ignore[no-untyped-def]
+def _written(f0, f1, f2, f3, out, post, comb):
     """One stream after the write-back, in the order of the reference: streams first, the output last."""
     mixed = tl.load(comb) * f0 + tl.load(comb + 4) * f1 + tl.load(comb + 8) * f2 + tl.load(comb + 12) * f3
     return (mixed + tl.load(post) * out).to(tl.bfloat16)
 
 
 @triton.jit
-def mix(  # type: ignore[no-untyped-def]
+def mix(
     z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32, parts: [splits, T, 32] fp32.
@@ -114,7 +113,7 @@ def mix(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def balance(  # type: ignore[no-untyped-def]
+def balance(
     parts, squares, scale, base, pre, post, comb, num_rows, width, splits, num_iters, hc_eps, rms_eps, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: add the parts, then pre and post [T, 4] and the balanced comb [T, 4, 4]. splits <= SPLITS, a power of two."""
@@ -196,7 +195,7 @@ def mixes(h: Tensor, squares: Tensor, mixer: Mixer, eps: float, divided: Divisio
     pre, post, comb = (torch.empty(rows, *shape, device=h.device) for shape in ((n,), (n,), (n, n)))
     if rows:
         mix[triton.cdiv(rows, divided.rows), splits](
-            h, mixer.fn, parts, rows, n * width, divided.rows, divided.cols, divided.steps, not _INTERPRETED, num_warps=4, num_stages=3
+            h, mixer.fn, parts, rows, n * width, divided.rows, divided.cols, divided.steps, not INTERPRETED, num_warps=4, num_stages=3
         )
         balance[(rows,)](
             parts, squares, mixer.scale, mixer.base, pre, post, comb, rows, n * width, splits, mixer.num_iters, mixer.eps, eps,

@@ -1,12 +1,9 @@
-# mypy: disable-error-code="no-untyped-def"
 """Index search over packed keys: scores of a bounded group of rows, then top-k. Nothing of the size rows x context is kept.
 
 Programs of a row share its entries by stride, so that the grid does not depend on how long the sequences are at present.
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 import triton
@@ -15,11 +12,10 @@ from torch import Tensor
 
 from engine.ops.candidate_blocks import best_of_blocks
 from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys
-from engine.ops.triton.decode_formats import decode_e2m1, dot_bf16
+from engine.ops.triton.decode_formats import INTERPRETED, SHRINK, decode_e2m1, dot_bf16
 from engine.ops.triton.fallback import warn_once
 from engine.ops.triton.select_topk import CHUNK, select_rows
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Programs that keep a device busy, however few the rows are.
 _PROGRAMS = 16 if INTERPRETED else 2112
 
@@ -37,8 +33,8 @@ def _score(
     pairs = tl.load(q_ptr + (row * H + head[None, :]) * D2 + half[:, None])
     qe = (pairs << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
     qo = (pairs & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
-    # Keys come out divided by 2^16; the factor is exact.
-    weight = tl.load(weight_ptr + row * H + head).to(tl.float32) * 65536.0
+    # Keys come out divided by a power of two: the factor is exact.
+    weight = tl.load(weight_ptr + row * H + head).to(tl.float32) * SHRINK
     columns = num_allowed * SIZE if RESTRICTED else count
     for tile in range(tl.program_id(1), tl.cdiv(columns, N), tl.num_programs(1)):
         at = tile * N + lane

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def route(logits, bias, ids, weights, num_experts, scale, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def route(logits, bias, ids, weights, num_experts, scale, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr):
     """logits: [T, E] fp32; ids: [T, K] int64, weights: [T, K] fp32. EXPERTS and SLOTS are powers of two that hold E and K."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -32,7 +32,7 @@ def route(logits, bias, ids, weights, num_experts, scale, EXPERTS: tl.constexpr,
 
 
 @triton.jit
-def _softplus(x):  # type: ignore[no-untyped-def]
+def _softplus(x):
     """log(1 + e^x) without loss where e^x is small. Above 20 it is x, as in the reference."""
     t = tl.exp(tl.minimum(x, 20.0))
     small = t * (1.0 - t * (0.5 - t * (1.0 / 3.0)))

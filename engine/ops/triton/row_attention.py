@@ -1,9 +1,7 @@
-# mypy: disable-error-code="no-untyped-def"
 """Split-KV attention over packed rows: one program per query row, group of heads and part of its keys, then a combining kernel."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.row_attention import ROW_ATTENTION, PackedKeys
-from engine.ops.triton.decode_formats import SHRINK, decode_e2m1, decode_e4m3, dot_bf16
+from engine.ops.triton.decode_formats import INTERPRETED, SHRINK, decode_e2m1, decode_e4m3, dot_bf16
 from engine.ops.triton.fallback import warn_once
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ def _attend(
         m, den, oe, oo = _absorb(qe, qo, ke, ko, present, scale, m, den, oe, oo, FAST)
     if ALONE:
         sink = tl.load(sink_ptr + heads, mask=heads < H, other=0.0)
-        factor = SHRINK / (den + tl.exp2(sink * 1.4426950408889634 - m))
+        factor = SHRINK / (den + tl.exp2(sink * _LOG2E - m))
         _store_output(out_ptr, rot_ptr, row, heads, H, oe * factor[:, None], oo * factor[:, None], D2, R2)
     else:
         place = (row * splits + split) * H + heads
@@ -163,7 +160,7 @@ def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: t
     m = tl.full((HEADS,), -1e30, tl.float32)
     for split in range(splits):
         m = tl.maximum(m, tl.load(stat_ptr + (first + split * H) * 2, mask=known, other=-1e30))
-    den = tl.exp2(tl.load(sink_ptr + heads, mask=known, other=0.0) * 1.4426950408889634 - m)
+    den = tl.exp2(tl.load(sink_ptr + heads, mask=known, other=0.0) * _LOG2E - m)
     even = tl.zeros((HEADS, D2), tl.float32)
     odd = tl.zeros((HEADS, D2), tl.float32)
     for split in tl.range(splits, num_stages=4):
@@ -202,7 +199,7 @@ def launch(
         part = q.new_empty(num_rows, splits, num_heads, width, dtype=torch.float32)
         stat = q.new_empty(num_rows, splits, num_heads, 2, dtype=torch.float32)
     angles, shape = torch.view_as_real(rot), {"D2": width // 2, "R2": rot.shape[1]}
-    words, factor = out.view(torch.int32), scale * _LOG2E * SHRINK.value
+    words, factor = out.view(torch.int32), scale * _LOG2E.value * SHRINK.value
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
         from engine.ops.triton.row_attention_hopper import attend

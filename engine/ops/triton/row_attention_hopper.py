@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Attention over packed rows for SM90 with layouts of our choice: the same sums as `row_attention`, heads 64, width 512.
 
 A tile of 64 keys is decoded to bf16 in shared memory while the tensor cores still multiply the tile before; its raw bytes were asked for
@@ -17,53 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Four e4m3 bytes o1 e1 o0 e0 of a word -> the bf16 pair (e1 e0) or (o1 o0): magnitude to bits 4..10, sign to 15, times the scale.
-_E4M3_EVEN = gl.constexpr("""{
-.reg .b32 s, m;
-shl.b32 s, $1, 8;
-shl.b32 m, $1, 4;
-and.b32 m, m, 0x07f007f0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $0, m, $2;
-}""")
-_E4M3_ODD = gl.constexpr("""{
-.reg .b32 m;
-shr.u32 m, $1, 4;
-and.b32 m, m, 0x07f007f0;
-lop3.b32 m, $1, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $0, m, $2;
-}""")
-# Four bytes of E2M1 pairs -> two bf16 pairs of their low or high nibbles: magnitude to bits 6..8, sign to 15, times the scale.
-_E2M1_EVEN = gl.constexpr("""{
-.reg .b32 p, s, m;
-prmt.b32 p, $2, 0, 0x4140;
-shl.b32 s, p, 12;
-shl.b32 m, p, 6;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $0, m, $3;
-prmt.b32 p, $2, 0, 0x4342;
-shl.b32 s, p, 12;
-shl.b32 m, p, 6;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $1, m, $3;
-}""")
-_E2M1_ODD = gl.constexpr("""{
-.reg .b32 p, s, m;
-prmt.b32 p, $2, 0, 0x4140;
-shl.b32 s, p, 8;
-shl.b32 m, p, 2;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $0, m, $3;
-prmt.b32 p, $2, 0, 0x4342;
-shl.b32 s, p, 8;
-shl.b32 m, p, 2;
-and.b32 m, m, 0x01c001c0;
-lop3.b32 m, s, 0x80008000, m, 0xea;
-mul.rn.bf16x2 $1, m, $3;
-}""")
+from engine.ops.triton.decode_formats import SHRINK, e2m1_asm, e2m1_bytes, e4m3_asm
+
+# Four e4m3 bytes o1 e1 o0 e0 of a word -> the bf16 pair (e1 e0) or (o1 o0).
+_E4M3_EVEN = gl.constexpr("{\n.reg .b32 s, m;\n" + e4m3_asm("$0", "$1", "$2", odd=False) + "}")
+_E4M3_ODD = gl.constexpr("{\n.reg .b32 m;\n" + e4m3_asm("$0", "$1", "$2", odd=True) + "}")
+
+
+def _nibbles(odd: bool) -> str:
+    """Four bytes of E2M1 pairs -> two bf16 pairs of their low or high nibbles."""
+    low, high = (e2m1_bytes("$2", upper=upper) + e2m1_asm(pair, "$3", odd=odd) for upper, pair in ((False, "$0"), (True, "$1")))
+    return "{\n.reg .b32 p, s, m;\n" + low + high + "}"
+
+
+_E2M1_EVEN, _E2M1_ODD = gl.constexpr(_nibbles(odd=False)), gl.constexpr(_nibbles(odd=True))
 
 # Names that differ between releases of Triton.
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -71,7 +37,6 @@ _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 HEADS, D2, R2, N = gl.constexpr(64), gl.constexpr(256), gl.constexpr(32), gl.constexpr(64)
 WINDOW_BYTES, ENTRY_BYTES = gl.constexpr(528), gl.constexpr(288)
-SHRINK = gl.constexpr(65536.0)
 
 # Raw rows as 32-bit words: 128 of a window row, 64 of an entry row; a thread loads 16 bytes and their scales.
 _WINDOW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))

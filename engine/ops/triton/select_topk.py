@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
 """Top-k by bisection on the bits of the scores, whole chunks of a row in registers. Longer rows are reduced level by level.
 
 Every level keeps the k best of each chunk in ascending order of their index, so that position in a chunk decides ties as the index does.
