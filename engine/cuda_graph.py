@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +114,7 @@ class StepGraphs:
         self._replays: dict[int, Replay] = {}
         for size in reversed(self._sizes):
             try:
-                self._replays[size] = recorder.record(lambda size=size: step(size))  # type: ignore[misc]
+                self._replays[size] = recorder.record(partial(step, size))
             except torch.OutOfMemoryError as error:
                 raise NotEnoughMemory(
                     f"recording {name} steps of {size} rows needs more memory than the cache left: {error}",

@@ -65,10 +65,7 @@ class MoE:
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
         """x: [T, C]. Returns [T, C] of x's dtype."""
         logits = expert_logits(x, self.gate, self.text.gate_temp)
-        ids, weights = route_experts(logits, self.bias, self.num_chosen, self.text.routed_scaling_factor)
-        if probe is not None:
-            probe.record("router_ids", layer, ids)
-            probe.record("router_w", layer, weights)
+        ids, weights = choose_experts(logits, self.bias, self.num_chosen, self.text, layer, probe)
         if self.exchange is not None:
             return self.exchange.run(layer, x, ids, weights)
         shared = self.gate.shape[0]
@@ -94,6 +91,17 @@ class MoE:
 
     def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
         return torch.cat((parts, shared[:, None]), 1).float().sum(1).to(shared.dtype)
+
+
+def choose_experts(
+    logits: Tensor, bias: Tensor, num_chosen: int, text: TextConfig, layer: int, probe: Probe | None
+) -> tuple[Tensor, Tensor]:
+    """`route_experts` as every kind of layer calls it. logits: [T, E] fp32. Returns ids [T, K] int64 and weights [T, K] fp32."""
+    ids, weights = route_experts(logits, bias, num_chosen, text.routed_scaling_factor)
+    if probe is not None:
+        probe.record("router_ids", layer, ids)
+        probe.record("router_w", layer, weights)
+    return ids, weights
 
 
 def slots_by_expert(num_experts: int, exchange: ExpertExchange | None) -> list[list[int]]:

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from engine.loader import WeightSource
 from engine.models.config import TextConfig
-from engine.models.moe import skip_expert, slots_by_expert
+from engine.models.moe import choose_experts, skip_expert, slots_by_expert
 from engine.models.numerics import BlockLinear, Linear, Numerics, WideLinear
 from engine.models.probe import Probe
 from engine.ops.packed_experts import PackedExperts, packed_experts
 from engine.ops.packed_linear import packed_linear
 from engine.ops.packed_weights import Format, PackedWeights, pack_gate_up
 from engine.ops.q8 import q8
-from engine.ops.route_experts import route_experts
 from engine.ops.routed_experts import routed_experts, shared_expert
 from engine.ops.weight_formats import BLOCK, decode_fp8_blocks
 from engine.parallel.expert_exchange import ExpertExchange
@@ -124,10 +123,7 @@ class PackedMoE:
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
         """x: [T, C]. Returns [T, C] of x's dtype."""
         logits = self.gate(x) / self.text.gate_temp if self.text.gate_temp != 1.0 else self.gate(x)
-        ids, weights = route_experts(logits, self.bias, self.num_chosen, self.text.routed_scaling_factor)
-        if probe is not None:
-            probe.record("router_ids", layer, ids)
-            probe.record("router_w", layer, weights)
+        ids, weights = choose_experts(logits, self.bias, self.num_chosen, self.text, layer, probe)
         if self.exchange is not None:
             return self.exchange.run(layer, x, ids, weights)
         return packed_experts(x, ids, weights, self.experts, self.text.swiglu_limit, self.quantize)

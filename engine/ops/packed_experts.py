@@ -40,14 +40,24 @@ def packed_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExper
 
 
 def _reference(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+    parts = routed_terms(x, ids, weights, experts, limit, quantize)
+    return (parts.sum(1) + shared_term(x, experts, limit, quantize)).to(x.dtype)
+
+
+def routed_terms(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+    """Definition of every choice's term [T, K, C] fp32, 0 where the id is negative. Arguments as of `packed_experts`."""
     source = q8(x) if quantize else x
     parts = torch.zeros(*ids.shape, x.shape[1], device=x.device)
-    for expert in ids.unique().tolist():
+    for expert in ids[ids >= 0].unique().tolist():
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         parts[tokens, choices] = _expert(source[tokens], weights[tokens, choices, None], experts.w13, experts.w2, expert, limit, quantize)
+    return parts
+
+
+def shared_term(x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+    """Definition of the shared expert's term [T, C] fp32. Arguments as of `packed_experts`."""
     one = torch.ones(len(x), 1, device=x.device)
-    shared = _expert(source, one, experts.shared_w13, experts.shared_w2, 0, limit, quantize)
-    return (parts.sum(1) + shared).to(x.dtype)
+    return _expert(q8(x) if quantize else x, one, experts.shared_w13, experts.shared_w2, 0, limit, quantize)
 
 
 def _expert(x: Tensor, weight: Tensor, w13: PackedWeights, w2: PackedWeights, group: int, limit: float, quantize: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """Quantised weights in the order in which a warp multiplies them, for the products with few rows.
 
 One block of 2,048 bytes covers 16 rows and 256 (FP4) or 128 (FP8) columns. Lane 4g + t of a warp reads 16 bytes of each of its four
-chunks: codes of rows g and g + 8 (see `csrc/kernels/packed_gemm.cu`). Scales are kept as the exponent field of the bf16 factor that turns
-the moved bits into the value. Values do not change: `unpack` gives what the loader's decoders give.
+chunks: codes of rows g and g + 8 (see `csrc/include/packed_weights.cuh`). Scales are kept as the exponent field of the bf16 factor that
+turns the moved bits into the value. Values do not change: `unpack` gives what the loader's decoders give.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from engine.ops.weight_formats import BLOCK, decode_fp4_rows, decode_fp8_blocks
 
 TILE_ROWS = 16
 BLOCK_BYTES = 2048
-_NUM_LANES = 32
 
 
 class Format(IntEnum):

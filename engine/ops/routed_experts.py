@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.packed_experts import PackedExperts, _expert
-from engine.ops.q8 import q8
+from engine.ops.packed_experts import PackedExperts, routed_terms, shared_term
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -34,17 +33,12 @@ def shared_expert(x: Tensor, experts: PackedExperts, limit: float, quantize: boo
 def _routed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, summed: bool, ranks: int
 ) -> Tensor:
-    source = q8(x) if quantize else x
-    parts = torch.zeros(*ids.shape, x.shape[1], device=x.device)
-    for expert in ids[ids >= 0].unique().tolist():
-        tokens, choices = (ids == expert).nonzero(as_tuple=True)
-        parts[tokens, choices] = _expert(source[tokens], weights[tokens, choices, None], experts.w13, experts.w2, expert, limit, quantize)
+    parts = routed_terms(x, ids, weights, experts, limit, quantize)
     return parts.sum(1).to(x.dtype) if summed else parts
 
 
 def _shared(x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
-    one = torch.ones(len(x), 1, device=x.device)
-    return _expert(q8(x) if quantize else x, one, experts.shared_w13, experts.shared_w2, 0, limit, quantize).to(x.dtype)
+    return shared_term(x, experts, limit, quantize).to(x.dtype)
 
 
 ROUTED_EXPERTS = Op("routed_experts", reference=_routed, cuda="engine.ops.cuda.routed_experts:routed", tolerance=Tolerance(bf16=1e-2))

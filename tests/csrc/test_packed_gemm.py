@@ -10,11 +10,12 @@ from engine.ops.cuda.library import SOURCES
 from engine.ops.cuda.packed_experts import run_experts, run_shared, shared_buffers
 from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, padded, routed
 from engine.ops.cuda.packed_linear import run_linear
-from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
+from engine.ops.packed_experts import PACKED_EXPERTS
 from engine.ops.packed_linear import PACKED_LINEAR
-from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, pack_gate_up, unpack
+from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, unpack
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 from tests.csrc.emulated import emulated_kernels
+from tests.ops.random_experts import random_experts
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_products_of_many_rows(run, format, rows, columns, tokens):
 
 @pytest.mark.parametrize("quantize", [False, True])
 def test_experts_with_many_rows(run, quantize):
-    some = experts(2, 64, 96)
+    some = random_experts(2, 64, 96)
     x = (torch.randn(40, 96) * 3).bfloat16()
     ids, weights = torch.randint(0, 2, (40, 1)), torch.rand(40, 1)
     got = run_experts(run, 0, x, ids, weights, some, 2.0, quantize)
@@ -139,24 +140,10 @@ def test_lists_hold_every_choice_once_in_pieces(run):
     assert sorted(seen) == [i for i in range(150) if flat[i] >= 0]
 
 
-def experts(num, inner, hidden):
-    def draw(encode, rows, columns):
-        return encode(torch.randn(rows, columns) * columns**-0.5)
-
-    w13 = PackedWeights.empty(Format.FP4, num, 2 * inner, hidden, "cpu")
-    w2 = PackedWeights.empty(Format.FP4, num, hidden, inner, "cpu")
-    for e in range(num):
-        both = pack_gate_up(draw(encode_fp4_rows, inner, hidden), draw(encode_fp4_rows, inner, hidden), Format.FP4)
-        w13.codes[e], w13.scales[e] = both.codes[0], both.scales[0]
-        w2.fill(e, *draw(encode_fp4_rows, hidden, inner))
-    shared = pack_gate_up(draw(encode_fp8_blocks, inner, hidden), draw(encode_fp8_blocks, inner, hidden), Format.FP8)
-    return PackedExperts(w13, w2, shared, pack_fp8(*draw(encode_fp8_blocks, hidden, inner)))
-
-
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 11])
 def test_experts_follow_their_definition(run, tokens, quantize):
-    some = experts(5, 64, 96)
+    some = random_experts(5, 64, 96)
     x = (torch.randn(tokens, 96) * 3).bfloat16()  # beyond the limit of 2 below, on both sides
     ids = torch.stack([torch.randperm(4)[:3] for _ in range(tokens)]) if tokens else torch.zeros(0, 3, dtype=torch.int64)  # expert 4: none
     weights = torch.rand(tokens, 3)
@@ -167,7 +154,7 @@ def test_experts_follow_their_definition(run, tokens, quantize):
 
 
 def test_a_token_does_not_depend_on_its_batch(run):
-    some = experts(3, 32, 64)
+    some = random_experts(3, 32, 64)
     x, weights = torch.randn(9, 64).bfloat16(), torch.rand(9, 2)
     ids = torch.tensor([[0, 1]] * 9)
     x[4] = float("nan")
@@ -201,7 +188,7 @@ def test_partial_sums_are_added_in_the_order_of_choices(run):
 
 
 def test_shared_expert_clamps_the_gate_from_above_only(run):
-    some = experts(1, 32, 64)
+    some = random_experts(1, 32, 64)
     x = (torch.randn(3, 64) * 20).bfloat16()
     act, got = shared_buffers(x, some)
     run_shared(run, 0, x, some, 0.5, False, act, got)

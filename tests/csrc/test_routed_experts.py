@@ -10,7 +10,8 @@ from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
 from engine.ops.packed_weights import PackedWeights
 from engine.ops.routed_experts import ROUTED_EXPERTS, SHARED_EXPERT
 from tests.csrc.emulated import emulated_kernels
-from tests.csrc.test_packed_gemm import close, experts
+from tests.csrc.test_packed_gemm import close
+from tests.ops.random_experts import random_experts
 
 NUM, INNER, HIDDEN = 4, 32, 64
 
@@ -33,7 +34,7 @@ def local(ids, first, count):
 
 def setting():
     torch.manual_seed(1)
-    whole = experts(NUM, INNER, HIDDEN)
+    whole = random_experts(NUM, INNER, HIDDEN)
     ids = torch.stack([torch.randperm(NUM)[:2] for _ in range(5)])
     return whole, torch.randn(5, HIDDEN).bfloat16(), ids, torch.rand(5, 2)
 

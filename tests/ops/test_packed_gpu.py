@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from engine.draws import FIXED_ONE
-from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
+from engine.ops.packed_experts import PACKED_EXPERTS
 from engine.ops.packed_linear import PACKED_LINEAR
-from engine.ops.packed_weights import Format, PackedWeights, pack_fp8, pack_gate_up
+from engine.ops.packed_weights import Format, PackedWeights
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
-from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
+from engine.ops.weight_formats import encode_fp8_blocks
+from tests.ops.random_experts import random_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -26,20 +27,9 @@ def _selected():
         op.use("reference")
 
 
-def drawn(encode, rows, columns):
-    return encode(torch.randn(rows, columns, device="cuda") * columns**-0.5)
-
-
 @pytest.fixture(scope="module")
 def experts():
-    w13 = PackedWeights.empty(Format.FP4, EXPERTS, 2 * INNER, HIDDEN, "cuda")
-    w2 = PackedWeights.empty(Format.FP4, EXPERTS, HIDDEN, INNER, "cuda")
-    for e in range(EXPERTS):
-        both = pack_gate_up(drawn(encode_fp4_rows, INNER, HIDDEN), drawn(encode_fp4_rows, INNER, HIDDEN), Format.FP4)
-        w13.codes[e], w13.scales[e] = both.codes[0], both.scales[0]
-        w2.fill(e, *drawn(encode_fp4_rows, HIDDEN, INNER))
-    shared = pack_gate_up(drawn(encode_fp8_blocks, INNER, HIDDEN), drawn(encode_fp8_blocks, INNER, HIDDEN), Format.FP8)
-    return PackedExperts(w13, w2, shared, pack_fp8(*drawn(encode_fp8_blocks, HIDDEN, INNER)))
+    return random_experts(EXPERTS, INNER, HIDDEN, "cuda")
 
 
 def routed_rows(tokens):
@@ -84,7 +74,7 @@ def test_dense_products(shape, tokens):
     groups, rows, columns = shape
     weights = PackedWeights.empty(Format.FP8, groups, rows, columns, "cuda")
     for group in range(groups):
-        weights.fill(group, *drawn(encode_fp8_blocks, rows, columns))
+        weights.fill(group, *encode_fp8_blocks(torch.randn(rows, columns, device="cuda") * columns**-0.5))
     x = torch.randn(tokens, groups * columns, device="cuda").bfloat16()
     got = PACKED_LINEAR(x, weights)
     assert error(got, PACKED_LINEAR.reference(x, weights)) <= PACKED_LINEAR.tolerance.bf16

@@ -1,4 +1,4 @@
-"""The compiled kernels of packed weights: built once per GPU architecture, bound with checked argument types."""
+"""The compiled kernels of packed weights and of sampling: built once per GPU architecture, bound with checked argument types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GemmArguments(ctypes.Structure):
 
 
 class SampleArguments(ctypes.Structure):
-    """`SampleRows` of csrc/kernels/sample_rows.cu, field by field."""
+    """`SampleRows` of csrc/include/sample_rows.cuh, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "modes", "numbers", "ids", "best")),

@@ -6,10 +6,8 @@ from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_experts import tiles_of
-from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, machine, padded
+from engine.ops.cuda.packed_gemm import MANY, MOST_TILES, TILE_TOKENS, Epilogue, Shape, dense, machine, padded
 from engine.ops.packed_weights import PackedWeights
-
-_FEW_ROWS = 64  # the largest item of the kernel for few rows
 
 
 def launch(x: Tensor, weights: PackedWeights) -> Tensor:
@@ -26,10 +24,7 @@ def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights) -> 
 
 def shape(num_rows: int, weights: PackedWeights, num_processors: int) -> Shape:
     """As many warps per tile of rows as the machine has room for: 16 warps a multiprocessor hide the latency of memory."""
-    if num_rows > _FEW_ROWS:
+    if num_rows > TILE_TOKENS * MOST_TILES:
         return Shape(MANY)
-    tiles = tiles_of(num_rows)
-    items = -(-num_rows // (8 * tiles)) * weights.groups
-    warps = items * weights.tiles
-    room = 16 * num_processors
-    return Shape(tiles, 8 if 8 * warps <= 1.5 * room else 4 if 4 * warps <= 1.5 * room else 1)
+    warps, room = weights.groups * weights.tiles, 16 * num_processors
+    return Shape(tiles_of(num_rows), 8 if 8 * warps <= 1.5 * room else 4 if 4 * warps <= 1.5 * room else 1)

@@ -11,7 +11,7 @@ from engine.ops.cuda.library import Kernels, SampleArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
 from engine.ops.sample_rows import Draws
 
-_SPLITS = 16  # as in csrc/kernels/sample_rows.cu
+_SPLITS = 16  # as in csrc/include/sample_rows.cuh
 
 
 def launch(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
