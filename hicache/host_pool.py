@@ -182,12 +182,15 @@ class FramePool:
         if self._on_free is not None:
             self._on_free(frames)
         kept = self._still_read(frames)
-        owners, held, free, last = self._owner, self._held, int(Owner.FREE), int(Owner.STATE)
+        owners, held, free = self._owner, self._held, int(Owner.FREE)
+        before = bytes(map(owners.__getitem__, frames))
         for frame in frames:
-            owner = owners[frame]
-            assert free < owner <= last, f"frame {frame} is freed twice"
-            held[owner] -= 1
             owners[frame] = free
+        released = 0
+        for owner in (Owner.RESERVED, Owner.PAGE, Owner.STATE):
+            held[owner] -= (count := before.count(owner))
+            released += count
+        assert released == len(set(frames)) == len(frames), f"of {len(frames)} frames given back {released} were held: one is freed twice"
         if not kept:
             self._free.extend(frames)
             return

@@ -12,9 +12,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from struct import Struct
 
 NONE = -1
 KEY_BYTES = 32
+_KEY = Struct(f"{KEY_BYTES}s")  # reads a key out of the buffer in one allocation
 
 
 class StateReason(IntEnum):
@@ -70,7 +72,8 @@ class PrefixIndex:
     def key(self, page: int) -> bytes:
         """The key under which `page` was inserted."""
         assert self._present[page], f"frame {page} holds no page"
-        return bytes(self._keys[KEY_BYTES * page : KEY_BYTES * (page + 1)])
+        key: bytes = _KEY.unpack_from(self._keys, KEY_BYTES * page)[0]
+        return key
 
     def check_page(self, page: int, tokens: Sequence[int], size: int) -> None:
         """A key cannot collide; a page of `size` tokens behind the wrong key would be a defect of ours, and its end tokens show it."""
@@ -256,9 +259,10 @@ class PrefixIndex:
     def evict_pages(self, need: int, newest_stamp: int) -> list[int]:
         """Remove the least recent pages that were touched at `newest_stamp` or before, leaves first, until `need` frames are free or
         a state went along. Returns the frames to free, pages first in their order of removal."""
-        head, succ, prev, stamp = self._pages, self._next, self._prev, self.stamp
-        by_key, stored, present, parent_of, children, state_of = (
+        head, succ, stamp = self._pages, self._next, self.stamp
+        by_key, key_at, stored, present, parent_of, children, state_of = (
             self.frames_by_key,
+            _KEY.unpack_from,
             self._keys,
             self._present,
             self.parent,
@@ -267,20 +271,21 @@ class PrefixIndex:
         )
         freed: list[int] = []
         page, state = succ[head], NONE
-        while page != head and stamp[page] <= newest_stamp and len(freed) < need and state == NONE:
-            assert children[page] == 0, f"page frame {page} is the least recent one and has children"
-            at = KEY_BYTES * page
-            del by_key[bytes(stored[at : at + KEY_BYTES])]
+        for _ in range(need):
+            if page == head or stamp[page] > newest_stamp:
+                break
+            assert not children[page], f"page frame {page} is the least recent one and has children"
+            del by_key[key_at(stored, KEY_BYTES * page)[0]]
             present[page] = 0
             parent = parent_of[page]
             if parent != NONE:
                 children[parent] -= 1
             freed.append(page)
-            state, following = state_of[page], succ[page]
-            prev[page] = succ[page] = NONE
-            page = following
+            state, page = state_of[page], succ[page]
+            if state != NONE:
+                break
         succ[head] = page
-        prev[page] = head
+        self._prev[page] = head
         return freed if state == NONE else freed + self.evict_state(state)
 
     def evict_state(self, state: int) -> list[int]:

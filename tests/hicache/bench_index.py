@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -74,6 +75,13 @@ def main() -> None:
     free, evicted = cache.pool.num_free, 100_000
     report("evict", cpu_us(lambda: cache.make_room(free + evicted)) / evicted, "us/page", 2.0)
     report("metadata", cache.index.metadata_bytes / NUM_FRAMES, "B/page", 128)
+    report("metadata_map", map_bytes(cache.index.frames_by_key) / len(cache.index), "B/page", 128)
+
+
+def map_bytes(frames_by_key: dict[bytes, int]) -> int:
+    """What Python's map of keys costs on top of the arrays: its table, a key object and a number per page."""
+    key, frame = next(iter(frames_by_key.items()))
+    return sys.getsizeof(frames_by_key) + len(frames_by_key) * (sys.getsizeof(key) + sys.getsizeof(frame))
 
 
 if __name__ == "__main__":
