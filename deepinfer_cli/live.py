@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepinfer_cli.api import Api
+from deepinfer_cli.api import Api, RequestRefused
 
-STATS_WAIT_S = 0.8  # a rank reports its counters twice a second
+_PATIENCE_S = 10.0  # a rank reports twice a second, but never within a step
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,22 @@ class Glance:
 def glance(api: Api, before: Glance | None = None) -> Glance:
     """Sample `/deepinfer/metrics`. Raises: ServerUnreachable, RequestRefused."""
     return from_metrics(api.get("/deepinfer/metrics"), before, time.monotonic())
+
+
+def settled_metrics(api: Api) -> Mapping[str, Any]:
+    """`/deepinfer/metrics` once every rank has reported what it counted up to this call; {} where the server has no such route.
+
+    Ranks that say nothing for ten seconds are taken as they last were: what hangs is not for this caller to judge.
+    """
+    try:
+        metrics: Mapping[str, Any] = api.get("/deepinfer/metrics")
+        asked, give_up_s = metrics.get("time", 0.0), time.monotonic() + _PATIENCE_S
+        while any(rank.get("report_time", asked + 1) <= asked for rank in metrics.get("ranks") or []) and time.monotonic() < give_up_s:
+            time.sleep(_LOOK_S)
+            metrics = api.get("/deepinfer/metrics")
+    except RequestRefused:
+        return {}
+    return metrics
 
 
 def from_metrics(metrics: Mapping[str, Any], before: Glance | None, at_s: float) -> Glance:

@@ -160,7 +160,8 @@ def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str
     for view in pool.ranks:
         totals = added(totals, added(view.stats, view.retired))
         head: Record = {"rank": view.rank, "pid": view.pid, "state": "ready" if pool.serving else "starting", "generation": pool.generation}
-        ranks.append({**head, "heartbeat_age_s": round(pool.heartbeats.read(view.rank).loop_age_s, 3), **view.stats})
+        ages = {"heartbeat_age_s": round(pool.heartbeats.read(view.rank).loop_age_s, 3), "report_time": view.report_unix_s}
+        ranks.append({**head, **ages, **view.stats})
     return {
         "schema": 1,
         "time": time.time(),

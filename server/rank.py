@@ -107,7 +107,6 @@ class RankLoop:
         self.clock = clock
         self.stopping = False
         self._baseline: dict[str, Any] = {}
-        self._last_stats: dict[str, Any] = {}
         self._stats_due_s = 0.0
         self._changes: list[protocol.SetScheduling] = []
 
@@ -211,10 +210,8 @@ class RankLoop:
         if now < self._stats_due_s:
             return
         self._stats_due_s = now + STATS_INTERVAL_S
-        record = subtract_totals(self.engine.stats(), self._baseline)
-        if record != self._last_stats:
-            self.link.send(protocol.Stats(record))
-            self._last_stats = record
+        # Also when nothing changed: the front can then tell how old the figures are.
+        self.link.send(protocol.Stats(subtract_totals(self.engine.stats(), self._baseline)))
 
 
 def subtract_totals(record: dict[str, Any], baseline: dict[str, Any], counting: bool = False) -> dict[str, Any]:

@@ -34,12 +34,16 @@ log = logging.getLogger("front")
 
 @dataclass(slots=True)
 class RankView:
-    """What the front knows of one rank of the present generation. `retired` sums the counters of earlier generations."""
+    """What the front knows of one rank of the present generation. `retired` sums the counters of earlier generations.
+
+    report_unix_s: when `stats` arrived, 0 before the first.
+    """
 
     rank: int
     pid: int = 0
     limits: protocol.RankLimits | None = None
     stats: Record = field(default_factory=empty_record)
+    report_unix_s: float = 0.0
     retired: Record = field(default_factory=empty_record)
     tickets: dict[str, Ticket] = field(default_factory=dict)
 
@@ -92,7 +96,7 @@ class RankPool:
         self.router.stored = self.key_space = None
         for view in self.ranks:
             view.retired = added(view.retired, counters_only(view.stats))
-            view.stats, view.limits, view.pid = empty_record(), None, 0
+            view.stats, view.report_unix_s, view.limits, view.pid = empty_record(), 0.0, None, 0
 
     def ask_caches(self, indexes: RankIndexes, generation: int) -> None:
         """The router may ask the caches of this generation's ranks from now on."""
@@ -307,7 +311,7 @@ class RankPool:
     def _apply(self, view: RankView, message: protocol.FromRank) -> None:
         match message:
             case protocol.Stats(record):
-                view.stats = merged(empty_record(), record)
+                view.stats, view.report_unix_s = merged(empty_record(), record), time.time()
             case protocol.Ready(pid, limits):
                 view.pid, view.limits = pid, limits
                 self.on_ready()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepinfer_cli.cache_rule import KEEP, PAGE
 from hicache.errors import ConfigError
 
-PAGE, KEEP = 128, 140  # our cache's page, and the prompt's last tokens that are never reused
 TRACE_KEYS = frozenset({"id", "models", "block_size", "hash_id_scope", "tool_tokens", "system_tokens", "requests", "totals"})
 REQUIRED_KEYS = ("id", "models", "block_size", "hash_id_scope", "requests")
 _REQUEST_KEYS = "t type model in out input_length output_length hash_ids api_time think_time input_types output_types stop ttft"

@@ -7,17 +7,16 @@ The answer without the cache joins the history of both, so one difference cannot
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deepinfer_cli.api import Answer, Api, RequestRefused
+from deepinfer_cli.cache_rule import LEAST, Predictor
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.live import STATS_WAIT_S, checksum_errors
+from deepinfer_cli.live import checksum_errors, settled_metrics
 from deepinfer_cli.options import command
 from deepinfer_cli.servers import connect
 from deepinfer_cli.text import sized
@@ -25,9 +24,8 @@ from deepinfer_cli.ui import Column
 from deepinfer_cli.units import show_number
 from hicache.errors import ConfigError
 
-PAGE = 128  # tokens per page: the engine's block size
-KEEP = 140  # last prompt tokens that are always computed. Source: config key `yoco_keep_tokens` of the server
-LEAST = PAGE + KEEP  # 268: the shortest prompt with a whole page before the kept tokens
+if TYPE_CHECKING:
+    from deepinfer_cli.cache_trial import Part, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +47,6 @@ class Turn:
         return self.different_at is None
 
 
-class Predictor:
-    """What `cached_tokens` should be: the states and pages that earlier prefills of this conversation left behind.
-
-    cached = the largest stored state not beyond the pages that match and not beyond the cap of a prompt of N tokens,
-    which is floor((N - 140) / 128) * 128. A prefill of P tokens stores states at floor((P - 140) / 128) * 128
-    and at floor((P - 1) / 128) * 128.
-    """
-
-    def __init__(self) -> None:
-        self._states: set[int] = set()
-        self._pages = 0
-        self._warm = False
-
-    def predict(self, prompt_tokens: int, common_tokens: int, got: int) -> int:
-        """common_tokens: leading tokens shared with the previous prompt. got: tells whether an earlier run stored this conversation."""
-        limit = cap(prompt_tokens)
-        reachable = min(limit, self._pages, common_tokens // PAGE * PAGE)
-        cold = max((s for s in self._states if s <= reachable), default=0)
-        if not self._states and 0 < got == limit:
-            self._warm = True  # the fixed seed makes the same conversation again, so another run may have stored it whole
-        return limit if self._warm and got > cold else cold
-
-    def store(self, prompt_tokens: int) -> None:
-        self._pages = prompt_tokens // PAGE * PAGE
-        self._states |= {cap(prompt_tokens), (prompt_tokens - 1) // PAGE * PAGE} - {0}
-
-
-def cap(prompt_tokens: int) -> int:
-    """The most that any prompt of this length can take from the cache."""
-    return max(0, (prompt_tokens - KEEP) // PAGE * PAGE)
-
-
 def _check_cache(
     call: Invocation,
     port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
@@ -94,18 +60,26 @@ def _check_cache(
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the conversation's text.")] = 0,
     programme: Annotated[
         bool,
-        typer.Option("--programme", help="Growth, lengths, edits, forks, resets, aborts, eviction and faults: minutes. Empties the cache."),
+        typer.Option(
+            "--programme",
+            help="Growth, lengths, edits, forks, tenants, resets, aborts, eviction, restart and faults: minutes. Empties the cache.",
+        ),
     ] = False,
     loops: Annotated[
         int,
         typer.Option("--loops", metavar="N", min=1, help="Rounds of reset, cold, warm on one prompt; from 100 on also 100-page prompts."),
     ] = 20,
+    reference_url: Annotated[
+        str | None,
+        typer.Option("--reference-url", metavar="URL", help="Server that answers without the cache instead, e.g. one without drafts."),
+    ] = None,
 ) -> int:
     """Prove on a live server that the prefix cache changes no token, and show how much time it saves.
 
       dix check-cache
       dix check-cache --port 8901 --turns 3
       dix check-cache --programme
+      dix check-cache --programme --port 8901 --reference-url 127.0.0.1:8902
 
     Exit code 0: same tokens, and later turns hit. 1: a token differs, or a stored page was damaged. 5: no later turn hit, nothing proved.
     Next: dix cache stats
@@ -115,41 +89,46 @@ def _check_cache(
     api = connect(call, port, url)
     model = api.model()
     if programme:
-        return run_programme(call, api, model, max_tokens, seed, loops)
+        from deepinfer_cli.cache_trial import Trial
+
+        reference = connect(call, None, reference_url) if reference_url else api
+        return run_programme(call, Trial(api, reference, model, max_tokens, seed, tokens_of, loops), model)
+    if reference_url:
+        raise ConfigError("--reference-url needs --programme", hint="dix check-cache --programme --reference-url URL")
     before = read_checksum_errors(api)
     results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
-    time.sleep(STATS_WAIT_S)  # what the ranks found in the last turn must have been reported
     damaged = read_checksum_errors(api) - before
     code = judge(results, damaged)
     show(call, model, api.url, results, damaged, code)
     return code
 
 
-def run_programme(call: Invocation, api: Api, model: str, max_tokens: int, seed: int, loops: int) -> int:
-    from deepinfer_cli.cache_programme import Part, Programme
+def run_programme(call: Invocation, trial: Trial, model: str) -> int:
+    from deepinfer_cli import cache_programme
 
-    def cells(part: Part) -> tuple[Any, ...]:
-        share = f"{part.share:.1%}" if part.share is not None else None
-        numbers = (f"{n:,}" for n in (part.prompts, part.prompt_tokens, part.hit_tokens, part.possible_tokens))
-        return (part.name, *numbers, share, "; ".join(part.wrong) or f"same ({part.output_tokens:,})", part.note)
-
-    def on_part(name: str) -> None:
-        call.ui.note(name, "quiet")
-
-    parts = Programme(api, model, max_tokens, seed, tokens_of, read_checksum_errors, on_part, loops).run()
+    parts = cache_programme.run_programme(trial, lambda name: call.ui.note(name, "quiet"))
     wrong = [text for part in parts for text in part.wrong]
     hits = sum(part.hit_tokens for part in parts)
     code = ExitCode.NO if wrong else ExitCode.OK if hits else ExitCode.INVALID
     if call.json:
         records = [{**dataclasses.asdict(part), "share": part.share} for part in parts]
-        call.ui.document("dix.check-cache.programme/1", {"model": model, "url": api.url, "parts": records, "exit_code": int(code)})
+        head = {"model": model, "url": trial.api.url, "reference_url": trial.reference.url}
+        call.ui.document("dix.check-cache.programme/1", {**head, "parts": records, "exit_code": int(code)})
         return code
     heads = ("PROMPTS", "PROMPT tok", "HIT tok", "POSSIBLE tok", "SHARE")
     columns = [Column("PART", right=False), *(Column(head) for head in heads), Column("TOKENS", right=False), Column("NOTE", right=False)]
-    call.ui.table(columns, [cells(part) for part in parts])
+    call.ui.table(columns, [_part_cells(part) for part in parts])
+    accepted = sum(part.accepted_tokens for part in parts)
     verdict = "the cache changed no token, and every injected fault was noticed" if not wrong else f"{len(wrong)} findings"
     call.ui.print(verdict if hits or wrong else "nothing proved: nothing came from the cache", "good" if code is ExitCode.OK else "bad")
+    call.ui.note(f"{accepted:,} tokens of these answers were drafts", "quiet")
     return code
+
+
+def _part_cells(part: Part) -> tuple[Any, ...]:
+    share = f"{part.share:.1%}" if part.share is not None else None
+    numbers = (f"{n:,}" for n in (part.prompts, part.prompt_tokens, part.hit_tokens, part.possible_tokens))
+    return (part.name, *numbers, share, "; ".join(part.wrong) or f"same ({part.output_tokens:,})", part.note)
 
 
 class Conversation:
@@ -237,12 +216,8 @@ def _at(tokens: list[str], index: int) -> str:
 
 
 def read_checksum_errors(api: Api) -> int:
-    """0 on a server without `/deepinfer/metrics`: then only the tokens can tell."""
-    try:
-        metrics: Mapping[str, Any] = api.get("/deepinfer/metrics")
-    except RequestRefused:
-        return 0
-    return checksum_errors(metrics)
+    """Counted up to now. 0 on a server without `/deepinfer/metrics`: then only the tokens can tell."""
+    return checksum_errors(settled_metrics(api))
 
 
 def judge(results: list[Turn], damaged: int) -> ExitCode:

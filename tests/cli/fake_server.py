@@ -17,8 +17,8 @@ WORDS = ("red", "green", "blue", "black", "white", "amber", "violet", "grey")
 
 class FakeServer(ThreadingHTTPServer):
     """`fault` applies to every chat request: error, hang, truncated, refuse, short, empty. cache: works, off, wrong (other tokens on a
-    hit), damaged (each hit counts a checksum error), miscounted, stubborn (forgets nothing). `ours` False leaves out everything beyond
-    the common API.
+    hit), damaged (each hit counts a checksum error), miscounted, stubborn (forgets nothing), shared (by all tenants), mortal (lost
+    with its process). `tenants` False refuses cache_salt. `ours` False leaves out everything beyond the common API.
     """
 
     daemon_threads = True
@@ -32,13 +32,15 @@ class FakeServer(ThreadingHTTPServer):
         only_turn: int | None = None,
         rank_header: bool = False,
         faulty: bool = False,
+        tenants: bool = True,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.fault, self.cache, self.ours, self.only_turn, self.rank_header = fault, cache, ours, only_turn, rank_header
         self.states: list[tuple[list[str], set[int]]] = []
         self.requests: list[dict[str, Any]] = []
         self.hits = self.looked = self.prompts = self.generated = self.damaged = self.resets = 0
-        self.faulty, self.armed = faulty, ""
+        self.faulty, self.tenants, self.armed = faulty, tenants, ""
+        self.generation, self.recovered, self.reported = 1, 0, 0.0
         self.lock = threading.Lock()
         self.released = threading.Event()
 
@@ -68,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._json({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        elif self.path == "/health/ready" and self.server.ours:
+            self._json({"status": "ok"})
         elif self.path == "/deepinfer/metrics" and self.server.ours:
             self._json(self._metrics())
         else:
@@ -83,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.resets += 1
             self._json({})
         elif self.path == "/deepinfer/debug/fault" and self.server.faulty:
-            self.server.armed = body["kind"]
+            self._break_rank(body["kind"])
             self._json({"ranks": [{}]})
         elif self.path == "/deepinfer/cache/explain" and self.server.ours:
             self._json(explained(len(words_of(body))))
@@ -100,23 +104,54 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _metrics(self) -> dict[str, Any]:
+    def _break_rank(self, kind: str) -> None:
         s = self.server
-        cache = {"lookups_total": 1, "lookup_tokens_total": s.looked, "hit_tokens_total": s.hits, "checksum_errors_total": s.damaged}
-        cache |= {"miss_total": {"short": 3, "no_page": 0}}
+        if kind != "exit":
+            s.armed = kind
+            return
+        s.generation += 1
+        if s.cache == "mortal":
+            del s.states[1:]  # one page survives, so this is a loss and not a private arena
+        s.recovered = len(s.states)
+
+    def _metrics(self) -> dict[str, Any]:
+        """A rank's report is as old as the request for it before."""
+        s = self.server
+        reported, s.reported = s.reported, time.time()
+        cache: dict[str, Any] = {
+            "lookups_total": 1,
+            "lookup_tokens_total": s.looked,
+            "hit_tokens_total": s.hits,
+            "checksum_errors_total": s.damaged,
+        }
+        cache |= {"miss_total": {"short": 3, "no_page": 0}, "recovered": {"pages": s.recovered}}
         tokens = {"prompt_total": s.prompts, "cached_total": s.hits, "generated_total": s.generated}
         kv = {"tokens_total": 1000, "tokens_used": 250}
-        rank = {"rank": 0, "generation": 1, "running": 1, "waiting": 2, "kv": kv, "tokens": tokens, "prefix_cache": cache, "steps_total": 5}
-        return {"schema": 1, "state": "ready", "ranks": [rank], "totals": {"tokens": tokens, "prefix_cache": cache}}
+        rank: dict[str, Any] = {
+            "rank": 0,
+            "generation": s.generation,
+            "report_time": reported,
+            "running": 1,
+            "waiting": 2,
+            "kv": kv,
+            "steps_total": 5,
+        }
+        rank |= {"tokens": tokens, "prefix_cache": cache}
+        totals = {"tokens": tokens, "prefix_cache": cache}
+        return {"schema": 1, "time": s.reported - 1e-3, "state": "ready", "ranks": [rank], "totals": totals}
 
     def _cached(self, prompt: list[str], body: dict[str, Any]) -> int:
         s = self.server
         if s.cache == "off" or body.get("prefix_cache") is False:
             return 0
         cap = max(0, (len(prompt) - KEEP) // PAGE * PAGE)
+        if s.cache != "shared":
+            prompt = [f"{body.get('cache_salt', '')}:{word}" for word in prompt]
         with s.lock:
             best = max((p for stored, at in s.states for p in at if p <= cap and stored[:p] == prompt[:p]), default=0)
             states = {(len(prompt) - KEEP) // PAGE * PAGE, (len(prompt) - 1) // PAGE * PAGE}
+            matched = max((pages_in_common(stored, prompt) for stored, _ in s.states), default=0)
+            states |= {matched} if matched - best > 2 * PAGE else set()  # where it leaves a known path
             s.states.append((prompt, {p for p in states if p > 0}))
             s.looked += len(prompt)
             s.hits += best + (s.cache == "miscounted")
@@ -138,6 +173,9 @@ class Handler(BaseHTTPRequestHandler):
         fault = s.fault if s.only_turn in (None, turn) and len(prompt) > 10 else ""
         if fault == "refuse":
             self._json({"error": {"message": "the queue is full", "type": "rate_limit_error", "code": "queue_full"}}, 429)
+            return
+        if "cache_salt" in body and not s.tenants:
+            self._json({"error": {"message": "cache_salt is not supported", "code": "unsupported_parameter"}}, 400)
             return
         cached = self._cached(prompt, body)
         count = int(body.get("max_tokens") or 16)
@@ -179,6 +217,10 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"error": {"message": "rank 0 died", "code": "rank_failed"}}, "error")
         elif fault == "hang":
             self.server.released.wait(30)
+
+
+def pages_in_common(a: list[str], b: list[str]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))) // PAGE * PAGE
 
 
 def explained(prompt_tokens: int) -> dict[str, Any]:

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 
-from deepinfer_cli.commands import check_cache
-from deepinfer_cli.commands.check_cache import Predictor, cap, first_difference
+from deepinfer_cli.cache_rule import Predictor, cap
+from deepinfer_cli.commands.check_cache import first_difference
 from tests.cli.fake_server import serving
 
 Dix = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_cache, "STATS_WAIT_S", 0.0)
 
 
 def test_same_tokens_and_predicted_hits_exit_0(dix: Dix) -> None:

@@ -1,6 +1,6 @@
 """The prefix cache of a live server: recorded sessions, a herd, and a soak, in short. `tests/e2e/cache_live.py` runs them at length.
 
-DIX_SOAK_SECONDS: how long the soak lasts.
+SOAK_SECONDS: how long the soak lasts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def rank_of(live: Live, session: str, messages: list[dict[str, str]], **fields: 
 
 
 def test_soak_with_aborts_preemption_and_a_small_arena_leaks_nothing(tight: Live) -> None:
-    found = soak(tight, seconds=float(os.environ.get("DIX_SOAK_SECONDS", "20")))
+    found = soak(tight, seconds=float(os.environ.get("SOAK_SECONDS", "20")))
     assert found["leaks"] == leaks(tight) == []
     assert found["left"] > 0
     assert found["finished"] > 0

@@ -38,9 +38,18 @@ def settled(server: FakeServer) -> dict[str, Any]:
         busy = document["requests"]["active"] + document["requests"]["queued"] + sum(r["running"] + r["waiting"] for r in document["ranks"])
         return document if busy == 0 else None
 
-    eventually(quiet)
-    time.sleep(0.6)  # at most one snapshot interval behind
-    result: dict[str, Any] = eventually(quiet)
+    asked = eventually(quiet)["time"]
+    return reported_after(server, asked)
+
+
+def reported_after(server: FakeServer, asked: float) -> dict[str, Any]:
+    """Metrics whose every rank reported later than `asked`, by the front's clock."""
+
+    def fresh() -> dict[str, Any] | None:
+        document = server.metrics()
+        return document if all(rank["report_time"] > asked for rank in document["ranks"]) else None
+
+    result: dict[str, Any] = eventually(fresh)
     return result
 
 
@@ -54,6 +63,15 @@ def check_invariants(document: dict[str, Any]) -> None:
     strings = {".boot_id", ".model", ".state", *(f".ranks[{i}].state" for i in range(len(document["ranks"])))}
     for path, value in leaves(document):
         assert isinstance(value, str if path in strings else (int, float)), (path, value)
+
+
+def test_report_that_came_after_an_answer_counts_it_also_when_nothing_happens_any_more(fake: FakeServer) -> None:
+    counted = settled(fake)["totals"]["tokens"]["prompt_total"]
+    for _ in range(3):
+        counted += httpx.post(f"{fake.url}/v1/chat/completions", json=BODY, timeout=20).json()["usage"]["prompt_tokens"]
+        assert reported_after(fake, fake.metrics()["time"])["totals"]["tokens"]["prompt_total"] == counted
+    idle = fake.metrics()["ranks"]
+    assert min(rank["report_time"] for rank in idle) < reported_after(fake, fake.metrics()["time"])["ranks"][0]["report_time"]
 
 
 def test_counters_agree_with_what_clients_were_told(fake: FakeServer) -> None:
