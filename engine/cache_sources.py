@@ -83,8 +83,10 @@ class CacheSources:
 
     def close(self) -> None:
         """Write what is worth keeping to disk, within its time. Idempotent."""
-        if self.disk is not None:
+        if self.disk is not None and not self.disk.closed:
             self.disk.close(self._keys.epoch, self._config.disk_exit_seconds)
+            store = self.disk.store
+            log.info("host cache left on disk: %d pages, %d states in %s", len(store.pages), len(store.states), store.directory)
 
     def leaves(self) -> dict[str, Any]:
         """Figures of the disk tier; empty without one."""

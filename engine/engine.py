@@ -311,6 +311,15 @@ class Engine:
         """What a prompt would restore from the host cache now, and why not more; see `hicache.explain`. Changes nothing."""
         return self.cache.explain(tokens, salt)
 
+    def leave(self) -> None:
+        """Ask the group to end. It travels with the next vote: `left` becomes True on all ranks in the same step."""
+        self.scheduler.gate.leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether the group has agreed to end: no rank may step any more."""
+        return self.scheduler.gate.left
+
     def close(self) -> None:
         """Leave the group and give the cache's memory back. Open requests get no output; calling it twice is harmless."""
         self.grammars.close()

@@ -75,6 +75,8 @@ class PrefillGate:
         self._decoding = False
         self._change_number = 0
         self._proposal = 0
+        self._leaving = False
+        self.left = False
 
     def propose(self, attempt_interval: int | None, any_interval: int | None) -> None:
         """Ask the group to use other intervals from the next vote on; None keeps the present value.
@@ -89,12 +91,17 @@ class PrefillGate:
                 raise ConfigError(f"engine.{name} is {value}", hint=f"allowed: 1 to {MAX_INTERVAL} decode steps")
         self._proposal = ((self._change_number + 1) << 2 * _INTERVAL_BITS) | (attempt << _INTERVAL_BITS) | any_
 
+    def leave(self) -> None:
+        """Ask the group to end: after the step of the next vote `left` is True on all ranks, so that none waits for one that has gone."""
+        self._leaving = True
+
     def vote(self, *, unfinished: bool, wants: bool, decoding: bool, urgent: bool = False) -> Ballot:
-        """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, who cannot wait for one, and a change of
-        intervals."""
-        anyone, someone_decodes, any_wants, someone_declines, change, any_urgent = self.group.max(
-            [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(urgent and wants)]
+        """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, who cannot wait for one, a change of
+        intervals, and whether to end."""
+        anyone, someone_decodes, any_wants, someone_declines, change, any_urgent, any_leaves = self.group.max(
+            [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(urgent and wants), int(self._leaving)]
         )
+        self.left = bool(any_leaves)
         if change:
             self._apply(change)
         self._decoding = bool(someone_decodes)

@@ -45,6 +45,9 @@ class EngineLike(Protocol):
     def step(self) -> list[Output]: ...
     def reset_prefix_cache(self) -> None: ...
     def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None: ...
+    def leave(self) -> None: ...
+    @property
+    def left(self) -> bool: ...
     @property
     def prefill_intervals(self) -> tuple[int, int]: ...
     def stats(self) -> dict[str, Any]: ...
@@ -111,10 +114,13 @@ class RankLoop:
         self._changes: list[protocol.SetScheduling] = []
 
     def run(self) -> None:
-        """Serve until `stopping`. The first request is our own: a rank is ready when one token came through the normal path."""
+        """Serve until `stopping`, which ends all coupled ranks in one step. The first request is our own: a rank is ready when one token
+        came through the normal path."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         self.engine.add_request(Request(WARM_UP_ID, [self.engine.limits.eos_token_id], params, cache_read=False, cache_write=False))
-        while not self.stopping:
+        while not self.engine.left:
+            if self.stopping:
+                self.engine.leave()
             self._drain()
             outputs = self.engine.step()
             self.tick()
@@ -313,8 +319,8 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
     loop = RankLoop(engine, link, lambda: heartbeat.tick_loop(rank), on_warm, time.monotonic)
 
     def stop(_number: int, _frame: Any) -> None:
-        # Coupled ranks would wait for each other in a collective; nothing of a rank outlives its process, so leaving at once is clean.
-        if launch.engine.dp > 1:
+        # Ranks on other hosts are not asked to stop: they shall notice that these are gone, not agree to leave.
+        if launch.hosts is not None:
             os._exit(0)
         loop.stopping = True
 

@@ -37,6 +37,20 @@ def test_all_needs_every_rank_and_any_needs_one(wants: tuple[int, int], decode_s
     assert run_ranks(2, rank_main) == [passes, passes]
 
 
+def test_one_rank_that_leaves_ends_the_group_in_the_same_step_on_all_ranks():
+    def rank_main(group):
+        gate = PrefillGate(group, 70, 100)
+        left = []
+        for step in range(4):
+            if step == 2 and group.rank == 1:
+                gate.leave()
+            gate.vote(unfinished=group.rank == 0, wants=False, decoding=False)
+            left.append(gate.left)
+        return left
+
+    assert run_ranks(3, rank_main) == [[False, False, True, True]] * 3
+
+
 def test_an_idle_group_says_so():
     ballot = PrefillGate(SoloGroup(), 70, 100).vote(unfinished=False, wants=False, decoding=False)
     assert not ballot.unfinished

@@ -51,6 +51,7 @@ class FakeEngine:
         self.limits = FakeLimits()
         self.kv_format = ""
         self.idle = True
+        self.left = False
         self._path = script
         self._rank = rank
         self._running: dict[str, _Running] = {}
@@ -144,6 +145,9 @@ class FakeEngine:
 
     def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None:
         self._proposed = attempt or self.prefill_intervals[0], any_ or self.prefill_intervals[1]
+
+    def leave(self) -> None:
+        self.left = True
 
     def stats(self) -> dict[str, Any]:
         count = self._counts

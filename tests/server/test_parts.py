@@ -182,7 +182,7 @@ async def test_mailbox_wakes_its_reader_and_a_sweep_ends_a_long_silence() -> Non
 def test_a_failed_warm_up_ends_the_rank() -> None:
     class Broken:
         limits = type("L", (), {"eos_token_id": 1})()
-        idle = True
+        idle, left = True, False
 
         def add_request(self, request: Request) -> None:
             self.name = request.request_id
