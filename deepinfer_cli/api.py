@@ -82,7 +82,12 @@ class Api:
         except httpx.HTTPError as error:
             raise unreachable(self.url, error) from error
         self._check(response)
-        return response.json() if response.content else {}
+        if not response.content:
+            return {}
+        try:
+            return response.json()
+        except ValueError:
+            raise RequestRefused(response.status_code, f"{path} is not JSON") from None
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code < 400:
@@ -90,17 +95,37 @@ class Api:
         try:
             message, code = error_text(json.loads(response.read()))
         except ValueError:
-            message, code = response.text[:200] or response.reason_phrase, ""
+            plain = "" if response.text.lstrip().startswith("<") else " ".join(response.text.split())[:200]
+            message, code = plain or response.reason_phrase, ""
         if response.status_code in (502, 503, 504):
             raise ServerUnreachable(f"{self.url} answered {response.status_code}: {message}", hint="dix status, dix logs")
         raise RequestRefused(response.status_code, message, code)
 
-    def model(self) -> str:
-        """The first served model's name."""
-        listed = self.get("/v1/models").get("data") or []
+    def _foreign(self, why: str) -> ServerUnreachable:
+        """The error for an answer that no server of this API gives: some other program has the port."""
+        return ServerUnreachable(
+            f"{self.url} is not an OpenAI-compatible server: {why}",
+            hint="another program listens there; dix status shows where servers of dix are",
+        )
+
+    def first_model(self) -> dict[str, Any]:
+        """The first entry of `/v1/models`. Raises: ServerUnreachable, also when something else than such a server answers."""
+        try:
+            answer = self.get("/v1/models")
+        except RequestRefused as error:
+            if error.status not in (200, 404, 405, 501):
+                raise
+            raise self._foreign(str(error)) from error
+        if not isinstance(answer, dict):
+            raise self._foreign("/v1/models is not an object")
+        listed = answer.get("data") or []
         if not listed:
             raise ServerUnreachable(f"{self.url} serves no model", hint="dix status")
-        return str(listed[0]["id"])
+        return dict(listed[0])
+
+    def model(self) -> str:
+        """The first served model's name. Raises: as `first_model`."""
+        return str(self.first_model()["id"])
 
     def count_tokens(self, body: Mapping[str, Any]) -> int:
         """Prompt tokens of `{"messages": …}` or `{"prompt": …}` by the server's own count."""

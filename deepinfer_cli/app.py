@@ -81,6 +81,8 @@ def version_text() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code. Every failure is printed here and nowhere else."""
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["help"]:  # as many programs have it
+        given = [*given[1:], "--help"]
     if threading.current_thread() is threading.main_thread():
         # As an exception, so that a started child or a half-written run is put in order first.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
@@ -105,7 +107,7 @@ def explain(error: Exception, arguments: list[str]) -> int:
     if isinstance(error, DixError) or (code is not None and hasattr(error, "hint")):
         message = str(error)
     elif hasattr(error, "format_message"):
-        message, hint, code = str(error.format_message()).rstrip("."), _usage_hint(error), ExitCode.USAGE
+        message, hint, code = str(error.format_message()).rstrip("."), _usage_hint(error, arguments), ExitCode.USAGE
     elif isinstance(error, OSError) and error.errno in (28, 122):
         message, hint, code = (
             f"no space left: {error.filename or 'the disk'} is full",
@@ -133,9 +135,22 @@ def _print_failure(error: Exception, message: str, hint: str, code: int, argumen
             cause = cause.__cause__ or cause.__context__
 
 
-def _usage_hint(error: Any) -> str:
+def _usage_hint(error: Any, arguments: list[str]) -> str:
+    """Where to look, and what was probably meant: one dash before a long name, or a name before what stands alone."""
     context = getattr(error, "ctx", None)
-    return f"{context.command_path} --help" if context is not None else "dix --help"
+    if context is None:
+        return "dix --help"
+    page = f"{context.command_path} --help"
+    wrong = str(getattr(error, "option_name", ""))
+    options = {name for parameter in context.command.params for name in parameter.opts}
+    for given in arguments:
+        name = given.partition("=")[0]
+        if len(name) > 2 and name.startswith(wrong) and f"-{name}" in options:
+            return f"did you mean -{name}? {page}"
+    for parameter in context.command.params:
+        if parameter.param_type_name == "argument" and wrong == f"--{parameter.name}":
+            return f"the {parameter.name} stands alone: {context.command_path} {parameter.name.upper()}"
+    return page
 
 
 def _keep_traceback(error: Exception) -> str:

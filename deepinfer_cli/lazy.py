@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
+
+from hicache.errors import ConfigError
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -42,6 +45,15 @@ class LazyGroup(TyperGroup):
             built = get_command(command_app(found))
         built.name = cmd_name
         return built
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Raises: ConfigError with the nearest name for a command that does not exist."""
+        name = args[0]
+        if name not in self.table and not name.startswith("-") and not ctx.resilient_parsing:
+            near = get_close_matches(name, self.table, n=1)
+            guess = f"did you mean {ctx.command_path} {near[0]}? " if near else ""
+            raise ConfigError(f"there is no command {ctx.command_path} {name}", hint=f"{guess}all commands: {ctx.command_path} --help")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

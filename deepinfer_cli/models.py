@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ def resolve_model(call: Invocation, name: str | None) -> tuple[Path, str]:
         raise ConfigError(f"{name} is a file, not a model directory", hint="name the directory that holds config.json")
     if HUB_ID.fullmatch(name) and not name.startswith("."):
         return download(call, name), name.split("/")[1]
-    raise ConfigError(f"no model {name!r}", hint="tiny, a directory with config.json, or a hub id such as owner/name")
+    guess = "did you mean tiny? A model is " if get_close_matches(name, [TINY], cutoff=0.5) else ""
+    raise ConfigError(f"no model {name!r}", hint=f"{guess}tiny, a directory with config.json, or a hub id such as owner/name")
 
 
 def make_ready(call: Invocation) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from deepinfer_cli.api import Api
 from deepinfer_cli.invocation import Invocation
@@ -30,17 +31,33 @@ def find_server(call: Invocation, name: str | None) -> ServerState:
 
 
 def find_url(call: Invocation, port: int | None, url: str | None) -> str:
-    """`--url`, else `--port` on this machine, else the one running server, else port 8888."""
+    """`--url`, else `--port` on this machine, else the one running server, else port 8888.
+
+    Raises: ConfigError for what cannot be an address, and when several servers run and none is named.
+    """
     if url:
-        return url if "://" in url else f"http://{url}"
+        return checked_url(url if "://" in url else f"http://{url}")
     if port is not None:
-        return f"http://127.0.0.1:{port}"
+        return checked_url(f"http://127.0.0.1:{port}")
     running = list_servers(call.paths.state)
     if len(running) > 1:
         raise ConfigError(
             f"{len(running)} servers are running", hint="say which: --port " + " or --port ".join(str(s.port) for s in running)
         )
     return running[0].base_url if running else f"http://127.0.0.1:{DEFAULT_PORT}"
+
+
+def checked_url(url: str) -> str:
+    """The URL itself. Raises: ConfigError when nothing could ever answer there."""
+    example = "for example http://127.0.0.1:8888"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"{url} has no possible port", hint=f"ports are 1 to 65535, {example}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(f"{url} is not the address of a server", hint=example)
+    return url
 
 
 def read_key(call: Invocation) -> str:

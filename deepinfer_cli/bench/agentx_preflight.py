@@ -72,12 +72,10 @@ def reach(api: Api) -> Preflight:
     try:
         api.get("/health/ready")
     except RequestRefused as refused:
-        if refused.status != 404:
+        if refused.status not in (200, 404):  # another program's page, or a server without that route
             raise ServerUnreachable(f"{api.url} is not ready: {refused}", hint="dix status, dix logs") from refused
-    listed = api.get("/v1/models").get("data") or []
-    if not listed:
-        raise ServerUnreachable(f"{api.url} serves no model", hint="dix status")
-    found = Preflight(api.url, str(listed[0]["id"]), max_context=int(listed[0].get("max_model_len") or 0))
+    model = api.first_model()
+    found = Preflight(api.url, str(model["id"]), max_context=int(model.get("max_model_len") or 0))
     metrics = _try(api, "/deepinfer/metrics")
     found.ours, found.ranks = metrics is not None, len((metrics or {}).get("ranks") or [])
     return found

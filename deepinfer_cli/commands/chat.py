@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer_cli.api import Answer, Api, Collector
+from deepinfer_cli.api import Answer, Api, Collector, RequestRefused
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
@@ -21,6 +22,7 @@ from server.errors import ServerUnreachable
 from server.state import list_servers
 
 THINK = {"auto": None, "on": {"type": "enabled"}, "off": {"type": "disabled"}}
+ADDRESS = re.compile(r"[\w.-]+:\d+(/\S*)?")
 HELP = "/reset forgets the talk · /exit or Ctrl-D ends it"
 
 
@@ -99,16 +101,16 @@ def _chat(
     """
     if think not in THINK:
         raise ConfigError(f"--think is {think!r}", hint="auto, on or off")
+    text = once if once is not None else (sys.stdin.read().strip() if stdin_is_piped() else None)
+    if text == "":
+        raise ConfigError("there is nothing to send", hint='pipe some text, or --once "Hello"')
     with opened(call, target, port, url) as api:
         base: dict[str, Any] = {"model": api.model(), "temperature": temperature, "max_tokens": max_tokens, "session_id": "chat"}
         if THINK[think] is not None:
             base["thinking"] = THINK[think]
         talk = Talk(call, api, base, [{"role": "system", "content": system}] if system else [])
-        text = once if once is not None else (sys.stdin.read().strip() if stdin_is_piped() else None)
         if text is None:
             converse(talk)
-        elif not text:
-            raise ConfigError("there is nothing to send", hint='pipe some text, or --once "Hello"')
         else:
             answer = talk.say(text)
             if call.json:
@@ -137,12 +139,15 @@ def converse(talk: Talk) -> None:
             except KeyboardInterrupt:
                 talk.messages.pop()
                 talk.call.ui.note("\nstopped", "quiet")
+            except RequestRefused as refused:  # a talk that has grown too long, say: /reset goes on
+                talk.messages.pop()
+                talk.call.ui.error(str(refused), refused.hint or "/reset forgets the talk")
 
 
 @contextlib.contextmanager
 def opened(call: Invocation, target: str | None, port: int | None, url: str | None) -> Iterator[Api]:
     """A connection; a model that no server serves is started for as long as the talk lasts."""
-    if target and "://" in target:
+    if target and ("://" in target or ADDRESS.fullmatch(target)):
         url, target = target, None
     running = list_servers(call.paths.state)
     match = next((s for s in running if target in (s.name, s.served_name)), None)

@@ -38,6 +38,8 @@ def _generate(
     texts = list(prompts or ()) or ([line.rstrip("\n") for line in sys.stdin if line.strip()] if stdin_is_piped() else [])
     if not texts:
         raise ConfigError("there is no prompt", hint='dix generate "The river", or one prompt per line on stdin')
+    if "" in texts:
+        raise ConfigError(f"prompt {texts.index('') + 1} of {len(texts)} is empty", hint='dix generate "The river"')
     from deepinfer_cli.models import resolve_model
 
     directory, name = resolve_model(call, model)

@@ -97,7 +97,7 @@ def describe(directory: Path) -> dict[str, Any]:
             parameters += count
             dtypes[tensor["dtype"]] = dtypes.get(tensor["dtype"], 0) + 1
         size += file.stat().st_size
-    missing = [n for n in ("tokenizer.json", "encoding.py") if not (directory / n).exists()]
+    missing = [n for n in ("tokenizer.json", "encoding/encoding.py") if not (directory / n).exists()]
     return {**facts, "stored_elements": parameters, "size_bytes": size, "files": len(files), "dtypes": dtypes, "missing": missing}
 
 
