@@ -33,6 +33,7 @@ class ServerConfig:
     request_timeout_s: float = knob(0.0, "Longest time for one request; 0 means no limit.", unit="s", ge=0)
     queue_timeout_s: float = knob(600.0, "Longest time a request may wait for its first step.", unit="s", gt=0)
     header_timeout_s: float = knob(30.0, "Longest time for the headers of a request to arrive.", unit="s", gt=0)
+    write_timeout_s: float = knob(30.0, "How long a client may leave what it is sent unread.", unit="s", gt=0)
     ready_timeout_s: float = knob(1800.0, "Longest time until the first token can be generated.", unit="s", gt=0)
     grace_s: float = knob(30.0, "How long stop waits for running requests.", unit="s", ge=0)
     hang_timeout_s: float = knob(60.0, "A rank whose step loop does not tick for this long is taken for hung.", unit="s", gt=0)

@@ -160,7 +160,8 @@ class Control:
 
 async def run(launch: Launch, control: socket.socket, listener: socket.socket) -> None:
     front = build_front(launch)
-    connection = type("Connection", (Connection,), {"header_timeout_s": launch.server.header_timeout_s})
+    limits = {"header_timeout_s": launch.server.header_timeout_s, "write_timeout_s": launch.server.write_timeout_s}
+    connection = type("Connection", (Connection,), limits)
     config = uvicorn.Config(
         create_app(front),
         http=connection,
