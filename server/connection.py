@@ -1,4 +1,4 @@
-"""One client connection: limits on time and size of what arrives and of what is not read, and the common error body for what is not HTTP."""
+"""One client connection: limits on what arrives and on what is not read, and the common error body for what is not HTTP."""
 
 from __future__ import annotations
 

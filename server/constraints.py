@@ -19,6 +19,7 @@ from server.tools import ResponseFormat, ToolChoice, Tools, parse_response_forma
 
 _SCHEMA_FIELD = "response_format.json_schema.schema"
 EXTENSIONS = ("regex", "ebnf")
+MAX_GRAMMAR_BYTES = 4 * 2**20  # written out from tools; its digest and its way to the worker block the event loop for 10 ms per MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,11 @@ def _response_schema(response: ResponseFormat) -> tuple[Any, list[Part]]:
 
 
 def _tag(form: Format) -> Grammar:
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": form}))
+    text = json.dumps({"type": "structural_tag", "format": form})
+    if len(text) > MAX_GRAMMAR_BYTES:
+        why = f"tools: the grammar of all calls has {len(text)} bytes; at most {MAX_GRAMMAR_BYTES} are accepted: force fewer tools"
+        raise BadRequest("tools", why, "invalid_schema")
+    return Grammar(GrammarKind.STRUCTURAL_TAG, text)
 
 
 def _triggered(constraint: Constraint, rendered: RenderedPrompt, ids: ControlIds) -> Constraint:

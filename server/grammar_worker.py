@@ -25,11 +25,13 @@ from engine.structured_output import GrammarError, Matcher, num_words
 from engine.tokenizer import Tokenizer
 from server import parent_death
 
-TIME_LIMIT_S = 5.0
+TIME_LIMIT_S = 5.0  # processor time, so that a verdict does not depend on what else the machine does
+WALL_LIMIT_S = 10.0
 MEMORY_LIMIT_BYTES = 2**30
 WALK_TOKENS = 256
 SLOWEST_WALK_S = 1.0  # processor time; ordinary grammars take a hundredth, ambiguous ones grow with the cube of the length
 _READ_BYTES = 65536
+_MAX_TEXT = 1024  # characters of an answer's field
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Server:
         if pid == 0:
             self._child(request, writer, parent)
         os.close(writer)
-        self._children[reader] = _Child(request["number"], pid, reader, time.monotonic() + TIME_LIMIT_S)
+        self._children[reader] = _Child(request["number"], pid, reader, time.monotonic() + WALL_LIMIT_S)
         self._answers[reader] = b""
         self._selector.register(reader, selectors.EVENT_READ)
 
@@ -154,31 +156,35 @@ class Server:
             os._exit(1)
         except BaseException as error:  # the boundary of a forked child: nothing may travel up into the copy of the parent's loop
             answer = {"error": f"{type(error).__name__}: {error}", "place": ""}
-        os.write(writer, json.dumps(answer).encode()[:_READ_BYTES])
+        # The library quotes whole documents, and the front reads lines up to a limit.
+        answer = {name: text[:_MAX_TEXT] for name, text in answer.items()}
+        os.write(writer, json.dumps(answer).encode())
         os._exit(0)
 
     def _read_answer(self, descriptor: int) -> None:
         data = os.read(descriptor, _READ_BYTES)
         self._answers[descriptor] += data
         if not data:
-            self._finish(self._children[descriptor], "it needs more than 1 GiB of memory to compile")
+            self._finish(self._children[descriptor])
 
     def _kill_late(self) -> None:
         now = time.monotonic()
         for child in [child for child in self._children.values() if child.deadline_s <= now]:
             os.kill(child.pid, signal.SIGKILL)
-            self._finish(child, f"it takes more than {TIME_LIMIT_S:g} s to compile")
+            self._finish(child)
 
-    def _finish(self, child: _Child, otherwise: str) -> None:
-        """Answer for a child that is over. otherwise: the error when it left no complete answer."""
+    def _finish(self, child: _Child) -> None:
+        """Answer for a child that is over or was killed."""
         self._selector.unregister(child.descriptor)
         os.close(child.descriptor)
         del self._children[child.descriptor]
-        os.waitpid(child.pid, 0)
+        _, status = os.waitpid(child.pid, 0)
         try:
             answer = json.loads(self._answers.pop(child.descriptor))
         except ValueError:
-            answer = {"error": otherwise, "place": ""}
+            late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+            limit = f"it takes more than {TIME_LIMIT_S:g} s" if late else "it needs more than 1 GiB of memory"
+            answer = {"error": f"{limit} to compile", "place": ""}
         sys.stdout.write(json.dumps({"number": child.number, **answer}) + "\n")
         sys.stdout.flush()
 
@@ -187,7 +193,7 @@ def limit_resources() -> None:
     """Memory beyond what the parent's copy has, processor time, and no core file."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_LIMIT_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(TIME_LIMIT_S) + 1,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(TIME_LIMIT_S), int(TIME_LIMIT_S) + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

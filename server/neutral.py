@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 from server.conversation import Message, call_arguments
+from server.errors import BadRequest
 
 _BAR = "｜"  # U+FF5C occurs in every control spelling but those in angle brackets
-_PRIVATE = range(0xE000, 0xF900)
+# Private characters of the basic plane, and those of the two planes that hold nothing else.
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
 def spells_control(messages: list[Message], spellings: Iterable[str]) -> bool:
@@ -22,14 +25,24 @@ def spells_control(messages: list[Message], spellings: Iterable[str]) -> bool:
 
 
 def neutralise(messages: list[Message], spellings: Iterable[str]) -> list[Message]:
-    """The conversation with every bar and every bar-less control spelling replaced by private characters of the same length."""
+    """The conversation with every bar and every bar-less control spelling replaced by private characters of the same length.
+
+    Raises:
+        BadRequest: the text holds so many private characters that none is left to stand in.
+    """
     needles = _needles(spellings)
-    used = {char for text in client_strings(messages) for char in text if ord(char) in _PRIVATE}
+    used = {char for text in client_strings(messages) for char in set(text)}
     # Characters that no client string holds: otherwise two different keys of one object could become equal.
-    free = (chr(code) for code in _PRIVATE if chr(code) not in used)
-    stand_ins = {needle: next(free) * len(needle) for needle in needles}
+    free = list(islice(_unused(used), len(needles)))
+    if len(free) < len(needles):
+        raise BadRequest("messages", "the text holds every private character of Unicode, and control-token spellings")
+    stand_ins = {needle: char * len(needle) for needle, char in zip(needles, free, strict=True)}
     pattern = re.compile("|".join(re.escape(needle) for needle in sorted(needles, key=len, reverse=True)))
     return _map_messages(messages, lambda text: pattern.sub(lambda match: stand_ins[match.group()], text))
+
+
+def _unused(used: set[str]) -> Iterator[str]:
+    return (char for code in chain(*_PRIVATE) if (char := chr(code)) not in used)
 
 
 def _needles(spellings: Iterable[str]) -> list[str]:

@@ -92,12 +92,7 @@ def render_chat(
     call = encoder_call(encoder, body, options or RenderOptions())
     spellings = list(tokenizer.added)
     prompt, images = _encode(encoder, call, call.messages)
-    reference = prompt
-    if spells_control(call.messages, spellings):
-        reference, _ = _encode(encoder, call, neutralise(call.messages, spellings))
-        if len(reference) != len(prompt):
-            raise BadRequest("messages", "control-token spellings in the text cannot be told from the format's own")
-    ranges = control_ranges(reference, spellings)
+    ranges = control_ranges(_reference(encoder, call, prompt, spellings), spellings)
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -171,6 +166,19 @@ def _lacks_header(messages: list[Message]) -> bool:
 def _encode(encoder: Encoder, call: EncoderCall, messages: list[Message]) -> tuple[str, list[Any]]:
     prompt, images = encoder.encode(messages, thinking=call.thinking.enabled, effort=call.thinking.effort)
     return prompt.removesuffix(call.strip) + call.append, images
+
+
+def _reference(encoder: Encoder, call: EncoderCall, prompt: str, spellings: list[str]) -> str:
+    """A text as long as `prompt` in which every control spelling is the encoder's own. Raises BadRequest when there is none."""
+    try:
+        if not spells_control(call.messages, spellings):
+            return prompt
+        reference, _ = _encode(encoder, call, neutralise(call.messages, spellings))
+    except RecursionError as error:  # a body is flat enough, but arguments are JSON inside a string of it
+        raise BadRequest("messages", "the arguments of a tool call are nested too deeply") from error
+    if len(reference) != len(prompt):
+        raise BadRequest("messages", "control-token spellings in the text cannot be told from the format's own")
+    return reference
 
 
 def _open_end(body: dict[str, Any], messages: list[Message], thinking: Thinking, think_end: str) -> tuple[list[Message], ParseStart, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from server.dialect import DSML, Dialect
@@ -81,7 +82,7 @@ class CallGrammar:
         tags, name = self._tags, function["name"]
         schema = function["parameters"]
         if not by_schema:
-            arguments = {"type": "star", "content": self._free_parameter(True, {})}
+            arguments = {"type": "star", "content": self._free_parameter(True, {}, name)}
         else:
             arguments = self._arguments(resolve(schema, schema, name), schema, name)
         return sequence(*self._tagged(f'{tags.invoke_open}{name}">\n'), arguments, *self._tagged(f"{tags.invoke_close}\n"))
@@ -100,7 +101,7 @@ class CallGrammar:
         parts = [self._parameter(name, value, root, tool, name in required) for name, value in properties.items()]
         others = schema.get("additionalProperties", not properties and "properties" not in schema)
         if others is not False:
-            parts.append({"type": "star", "content": self._free_parameter(others, root)})
+            parts.append({"type": "star", "content": self._free_parameter(others, root, tool)})
         if not parts:
             return literal("\n")
         return sequence(*parts) if required else either(literal("\n"), sequence(*parts))
@@ -108,14 +109,13 @@ class CallGrammar:
     def _parameter(self, name: str, schema: Schema, root: Schema, tool: str, required: bool) -> Format:
         if '"' in name or "\n" in name:
             raise _refuse(tool, "a parameter name with a quote or a line break has no form in a call")
-        forms = list(self._forms(schema, root, tool, 0))
-        if len(forms) > _MAX_ALTERNATIVES:
-            raise _refuse(tool, f"the parameter {name[:64]!r} has too many alternatives")
+        forms = self._limited_forms(schema, root, tool, f"the parameter {name[:64]!r} has")
         content = either(*(self._value(name, *form) for form in forms))
         return content if required else {"type": "optional", "content": content}
 
-    def _free_parameter(self, schema: Schema, root: Schema) -> Format:
-        values = [self._value_behind(*form) for form in self._forms(schema, root, "", 0)]
+    def _free_parameter(self, schema: Schema, root: Schema, tool: str) -> Format:
+        forms = self._limited_forms(schema, root, tool, "undeclared parameters have")
+        values = [self._value_behind(*form) for form in forms]
         return sequence(*self._tagged(self._tags.parameter_open), _NAME, either(*values))
 
     def _value(self, name: str, raw: bool, content: Format) -> Format:
@@ -124,6 +124,13 @@ class CallGrammar:
     def _value_behind(self, raw: bool, content: Format) -> Format:
         attribute = "true" if raw else "false"
         return sequence(literal(f'" string="{attribute}">'), content, *self._tagged(f"{self._tags.parameter_close}\n"))
+
+    def _limited_forms(self, schema: Schema, root: Schema, tool: str, whose: str) -> list[tuple[bool, Format]]:
+        """All forms of a value. References double with every definition, so they are never listed to the end."""
+        forms = list(islice(self._forms(schema, root, tool, 0), _MAX_ALTERNATIVES + 1))
+        if len(forms) > _MAX_ALTERNATIVES:
+            raise _refuse(tool, f"{whose} too many alternatives")
+        return forms
 
     def _forms(self, schema: Schema, root: Schema, tool: str, depth: int) -> Iterator[tuple[bool, Format]]:
         """How a value may be written: (raw text, its format) or (JSON, its format)."""

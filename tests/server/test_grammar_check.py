@@ -121,7 +121,7 @@ async def test_memory_of_a_child_is_limited() -> None:
         limit_resources()
         try:
             bytearray(MEMORY_LIMIT_BYTES // 2)
-            bytearray(MEMORY_LIMIT_BYTES + 2**20)
+            bytearray(2 * MEMORY_LIMIT_BYTES)
         except MemoryError:
             os._exit(7)
         os._exit(0)
