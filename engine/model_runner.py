@@ -98,7 +98,8 @@ class ModelRunner:
         elif device == "cuda":
             log.info("steps are not recorded: %s", reason)
 
-        agreement = _PathAgreement(self._exchange)
+        together = self._exchange is not None or self._shared is not None
+        agreement = _PathAgreement(group if together else None)
 
         def bind(library: ctypes.CDLL) -> NativeModel:
             agreement.reach(True)
@@ -114,7 +115,7 @@ class ModelRunner:
 
         reason = "engine.enforce_eager is set" if config.enforce_eager else unsupported(model.text, numerics, device)
         self.native = NativeStart(config.build_dir, bind, reason)
-        if self._exchange is not None:
+        if together:
             self.native.wait()  # the ranks change their path together: never in the middle of serving
             agreement.conclude(self.native)
         self._balancer = None if self._exchange is None else Balancer(self._exchange, BalanceSettings.of(config))
@@ -170,13 +171,9 @@ class ModelRunner:
         """
         if self._shared is not None and batch.kind is StepKind.PREFILL:
             return self._run_shared(self._shared, batch)
-        exchange = self._exchange
-        if exchange is None:
+        if self._exchange is None:
             return self._forward(batch, probe)
-        exchange.begin(*self._count_rows(batch))
-        logits = self._forward(batch, probe)
-        self._end_step(batch.kind)
-        return logits
+        return self._meet_experts(self._count_rows(batch), lambda: self._forward(batch, probe), batch.kind)
 
     @torch.inference_mode()
     def join(self, kind: StepKind) -> None:
@@ -186,6 +183,15 @@ class ModelRunner:
         elif self._exchange is not None:
             self._exchange.begin(0, 0)
             self._end_step(kind)
+
+    def _meet_experts(self, rows: tuple[int, int], step: Callable[[], Tensor], kind: StepKind = StepKind.PREFILL) -> Tensor:
+        """A step whose experts may be on other ranks. rows: of this rank, in encoder and in decoder layers."""
+        if self._exchange is None:
+            return step()
+        self._exchange.begin(*rows)
+        logits = step()
+        self._end_step(kind)
+        return logits
 
     def _end_step(self, kind: StepKind) -> None:
         """The layers of other ranks' rows, then what the balancer does between steps."""
@@ -235,15 +241,23 @@ class ModelRunner:
 
     def _run_shared(self, shared: SharedPrefill, batch: Batch) -> Tensor:
         """This rank's share of the prompts of all ranks; its own logits. batch: its own prompts, none when it only helps."""
-        inputs = shared.inputs(batch, self._truncation, drafting=self._drafting)
-        if self._exchange is not None:
-            self._exchange.begin(*((0, 0) if inputs is None else (len(inputs.encoder), len(inputs.decoder))))
-        logits = torch.empty(0, self.limits.vocab_size, device=self.limits.device) if inputs is None else self._forward_share(inputs)
-        if self._exchange is not None:
-            self._end_step(batch.kind)
+        everything, own = shared.join(batch)
+        native = self.native.model
+        if not everything.slices:
+            logits = self._meet_experts((0, 0), lambda: torch.empty(0, self.limits.vocab_size, device=self.limits.device))
+        elif native is not None:
+            part = shared.builder.divide(everything, own, self._truncation)
+            gathers = shared.builder.gathers(part)
+            logits = self._meet_experts(
+                part.rows(shared.exchange.group.rank), lambda: native.step_shared(everything, own, part, gathers, self._truncation)
+            )
+        else:
+            inputs = shared.builder.build_share(everything, own, self._truncation, drafting=self._drafting)
+            with self._arithmetic():
+                logits = self._meet_experts((len(inputs.encoder), len(inputs.decoder)), lambda: self._eager_share(inputs))
         return logits
 
-    def _forward_share(self, inputs: StepInputs) -> Tensor:
+    def _eager_share(self, inputs: StepInputs) -> Tensor:
         assert inputs.share is not None
         output = self.backbone(inputs, self.kv, want_taps=self._drafting)
         if self._drafting and output.taps is not None:
@@ -279,18 +293,18 @@ class ModelRunner:
 
 
 class _PathAgreement:
-    """Ranks that share experts run compiled steps together or not at all. Each casts one vote while the runners are made."""
+    """Ranks that share experts or prompts run compiled steps together or not at all. Each casts one vote while the runners are made."""
 
-    def __init__(self, exchange: ExpertExchange | None) -> None:
-        self._exchange = exchange
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
         self._reached = False
 
     def reach(self, ready: bool) -> None:
         """Raises BuildError when this rank is ready and another is not."""
-        if self._exchange is None:
+        if self._group is None:
             return
         self._reached = True
-        [somebody_waits] = self._exchange.group.max([int(not ready)])
+        [somebody_waits] = self._group.max([int(not ready)])
         if ready and somebody_waits:
             raise BuildError("another rank cannot run compiled steps", hint="see its log")
 

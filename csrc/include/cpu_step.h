@@ -12,12 +12,27 @@ enum LogitRows { kNone = 0, kLast = 1, kAll = 2 };
 
 // One sequence's part of a step. rect: first position whose window keys decoder layers see; floor: the same for all layers.
 // ids: `ngrams - 1` earlier token ids (-1 before the sequence), then the step's own. row, rows: its place among the step's rows.
+// sequence: of a piece, the sequence that it is cut from, see Share.
 struct Slice {
     int start, end, slot, floor, rect, logits;
     const int32_t *blocks, *ids;
-    int row, rows;
+    int row, rows, sequence;
 
     int first() const { return end - rows; }
+};
+
+// What ranks that compute a step together bring together: all rows; the rows that decoder layers keep, outputs whose logits are wanted, and all
+// rows, these three of a rank's own sequences.
+enum class Gathered : int32_t { kKeys = 0, kKept = 1, kOutputs = 2, kOwn = 3 };
+
+// mine: [count, width]. out: [rows, width], in the order of the batch.
+using Gather = void (*)(int32_t what, const float* mine, int32_t count, int32_t width, float* out, int32_t rows);
+
+// A step whose rows are on several ranks. sequences: whole, with their places among the rows of all ranks; own_from .. own_to are this rank's.
+struct Share {
+    std::vector<Slice> sequences;
+    int own_from, own_to;
+    Gather exchange;
 };
 
 // Entries that a row attends to. restricted: only blocks marked in `allowed` are candidates of later indexers.
@@ -41,7 +56,7 @@ struct MemberScratch {
 // Scratch memory of a model, kept from step to step. Parts of a step that the team shares find every buffer at its size.
 struct Workspace {
     Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, index_q, index_w;
-    Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden;
+    Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden, shared, shared_key, shared_pre;
     Buffer<const float*> index_keys;
     Buffer<int32_t> positions, owner;
     std::vector<MemberScratch> members{1};
@@ -74,6 +89,7 @@ class Rows {
     // `work(from, to, own)` for parts of the rows, on as many threads as the step has.
     template <class Work>
     void split(Work work) {
+        if (count_ == 0) return;  // a rank's share may be empty
         w_.team.split(count_, [&](int from, int to, int member) { work(from, to, w_.members[member]); });
     }
     void project(const Layer& layer, int from, int to);

@@ -65,16 +65,20 @@ class NativeExperts:
         if self._error is not None:
             return
         try:
-            rows, result = self._view(x, count), self._view(y, count)
+            rows, result = floats_at(x, count, self._hidden), floats_at(y, count, self._hidden)
             ids, weights = torch.empty(count, self._chosen, dtype=torch.int64), torch.empty(count, self._chosen)
             self.library.dix_route(self.model, self.scratch, layer, x, count, ids.data_ptr(), weights.data_ptr())
             result.copy_(self._exchange.run(layer, rows, ids, weights))
         except BaseException as error:
             self._error = error
 
-    def _view(self, address: int, count: int) -> Tensor:
-        array: Any = np.ctypeslib.as_array((ctypes.c_float * (count * self._hidden)).from_address(address))
-        return torch.from_numpy(array).view(count, self._hidden)
+
+def floats_at(address: int | None, rows: int, width: int) -> Tensor:
+    """Memory of the compiled code as a tensor [rows, width]. address: None only for no rows."""
+    if rows == 0:
+        return torch.empty(0, width)
+    array: Any = np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address or 0))
+    return torch.from_numpy(array).view(rows, width)
 
 
 def add_in_order(parts: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ class Model(Structure):
 
 # Exchange of `cpu_model.h`: layer, rows, their number, results.
 EXCHANGE = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_int32, c_void_p)
+# Gather of `cpu_step.h`: what, rows, their number and width, results, their number.
+GATHER = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32)
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_large_pages": (None, [c_void_p, c_int64]),
@@ -121,6 +123,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_set_threads": (None, [c_void_p, c_int32, c_int32, c_int32]),
     "dix_close": (None, [c_void_p]),
     "dix_step": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p]),
+    "dix_step_shared": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, GATHER, c_void_p]),
     "dix_open_experts": (c_void_p, []),
     "dix_close_experts": (None, [c_void_p]),
     "dix_route": (None, [POINTER(Model), c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_void_p]),

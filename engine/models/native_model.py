@@ -14,7 +14,10 @@ from engine.models.config import TextConfig
 from engine.models.draft import DraftSlice
 from engine.models.inputs import Truncation
 from engine.models.native_experts import NativeExperts
+from engine.models.native_share import Meeting
 from engine.models.native_weights import NativeWeights
+from engine.models.shared_inputs import ContextShare, Division
+from engine.parallel.context_split import pieces_of
 
 # A step of so many rows computes a billion operations or more, which is worth waking threads for.
 LEAST_SHARED_ROWS = 64
@@ -43,22 +46,39 @@ class NativeModel:
     def step(self, batch: Batch, truncation: Truncation) -> Tensor:
         """[R, V] fp32 logits of the requested rows."""
         assert batch.late is None, "late tokens are on a device that native steps do not see"
+        logits = torch.empty(sum(map(_count_rows, batch.slices)), self._text.vocab_size)
+        packed = self._pack(batch, truncation)
+        self._library.dix_step(self._model, self._work, packed.buffer_info()[0], logits.data_ptr())
+        if self._experts is not None:
+            self._experts.raise_error()
+        return logits
+
+    def step_shared(self, batch: Batch, own: range, part: Division, gathers: ContextShare, truncation: Truncation) -> Tensor:
+        """One rank's share of a prompt step of several: logits of the requested rows of its own slices. Arguments: see
+        `SharedInputBuilder`."""
+        logits = torch.empty(len(part.own_wanted), self._text.vocab_size)
+        packed, meeting = self._pack(batch, truncation), Meeting(gathers)
+        group = gathers.keys.group
+        pieces = array("i", pieces_of(group.rank, part.span.lens, group.size).flatten().tolist())
+        self._library.dix_step_shared(
+            self._model, self._work, packed.buffer_info()[0], pieces.buffer_info()[0], len(pieces) // 3, own.start, own.stop,
+            meeting.function, logits.data_ptr(),
+        )  # fmt: skip
+        meeting.raise_error()
+        if self._experts is not None:
+            self._experts.raise_error()
+        return logits
+
+    def _pack(self, batch: Batch, truncation: Truncation) -> array[int]:
         ints = [len(batch.slices), 0]
-        wanted = 0
         cut = batch.kind is StepKind.PREFILL and truncation.mode is not TruncationMode.OFF
         for s in batch.slices:
             rect = max(0, s.total_len - truncation.keep) if cut else 0
             if rect and truncation.mode is TruncationMode.COMPACT:
                 ints[1] = 1
                 self._check_kept(s, rect)
-            wanted += _count_rows(s)
             self._append(ints, s, rect)
-        logits = torch.empty(wanted, self._text.vocab_size)
-        packed = array("i", ints)
-        self._library.dix_step(self._model, self._work, packed.buffer_info()[0], logits.data_ptr())
-        if self._experts is not None:
-            self._experts.raise_error()
-        return logits
+        return array("i", ints)
 
     def _append(self, ints: list[int], s: SequenceSlice, rect: int) -> None:
         length, known, back = len(s.token_ids), len(s.history), self._back

@@ -7,7 +7,6 @@ that the sequence belongs to, for its kept rows alone: they are few, and dividin
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,8 +23,6 @@ from engine.parallel.prompt_exchange import PromptExchange
 from engine.parallel.row_gather import RowGather
 from engine.parallel.tensor_group import TensorGroup
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
@@ -39,7 +36,31 @@ class ContextShare:
     kept: RowGather | None
     outputs: RowGather
     own: RowGather
-    own_rows: Rows | None
+    own_rows: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Who computes and who asks for which rows of a shared step.
+
+    span, slots, floor, rect: of the whole batch, see `InputBuilder`. mine: [B] the sequences of this rank. kept: the rows that this rank's
+    decoder layers see, None when all layers are shared. wanted: the rows whose logits any rank wants; own_wanted: those that this one does.
+    """
+
+    span: Span
+    slots: Ints
+    floor: Ints
+    rect: Ints
+    split: ContextSplit
+    mine: np.typing.NDArray[np.bool_]
+    kept: Ints | None
+    wanted: Ints
+    own_wanted: Ints
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Rows of a rank's share in encoder and in decoder layers."""
+        encoder = len(self.split.rows(rank))
+        return encoder, encoder if self.kept is None else len(self.kept)
 
 
 class SharedInputBuilder(InputBuilder):
@@ -51,28 +72,34 @@ class SharedInputBuilder(InputBuilder):
         super().__init__(text, cache, token_map, plain, scaled)
         self._group = group
 
-    def build_share(self, batch: Batch, own: range, truncation: Truncation, *, drafting: bool) -> StepInputs:
-        """batch: the prompts of all ranks, not empty. own: which of its slices belong to this rank. drafting: draft stages want rows."""
-        group = self._group
+    def divide(self, batch: Batch, own: range, truncation: Truncation) -> Division:
+        """batch: the prompts of all ranks, not empty. own: which of its slices belong to this rank."""
         span, slots, floor, rect = self._spans(batch, truncation)
-        split = split_context(span.lens, group.size)
-        pick = _asked_rows(split, group.rank)
         mine = np.isin(np.arange(len(span.lens)), own)
-        compact = truncation.mode is TruncationMode.COMPACT and bool(rect.any())
-        # Stages that read decoder layers find their rows there. Describing all own rows costs the host more than the share itself.
-        behind = drafting and compact and self._text.dspark_target_layer_ids[0] >= self._text.boundary
-        own_rows = self._own_rows(span, mine, slots, floor) if drafting and not behind else None
-        encoder = self._share_rows(span, slots, floor, np.zeros_like(rect), split)
-        decoder, kept = encoder, None
-        if compact:
+        kept = None
+        if truncation.mode is TruncationMode.COMPACT and rect.any():
             # Sequences of other ranks keep no row here.
-            decoder, kept = self._decoder_rows(span, slots, floor, np.where(mine, rect, span.ends), truncation.mode)
+            kept = (span.positions >= np.where(mine, rect, span.ends)[span.seq]).nonzero()[0]
+        wanted = logit_rows(batch, span, None)
+        own_wanted = wanted[mine[span.seq[wanted]]]
+        return Division(span, slots, floor, rect, split_context(span.lens, self._group.size), mine, kept, wanted, own_wanted)
+
+    def build_share(self, batch: Batch, own: range, truncation: Truncation, *, drafting: bool) -> StepInputs:
+        """What the torch path reads. batch, own: as of `divide`. drafting: draft stages want rows."""
+        part = self.divide(batch, own, truncation)
+        span, slots, floor, rect, split, kept = part.span, part.slots, part.floor, part.rect, part.split, part.kept
+        pick = _asked_rows(split, self._group.rank)
+        # Stages that read decoder layers find their rows there. Describing all own rows costs the host more than the share itself.
+        behind = drafting and kept is not None and self._text.dspark_target_layer_ids[0] >= self._text.boundary
+        own_rows = self._own_rows(span, part.mine, slots, floor) if drafting and not behind else None
+        decoder = encoder = self._share_rows(span, slots, floor, np.zeros_like(rect), split)
+        if kept is not None:
+            decoder, _ = self._decoder_rows(span, slots, floor, np.where(part.mine, rect, span.ends), truncation.mode)
         elif rect.any():
             decoder = self._share_rows(span, slots, floor, rect, split)
         table = self._block_table([s.block_table for s in batch.slices])
         token_ids = np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in batch.slices])
-        wanted = logit_rows(batch, span, None)
-        own_wanted = wanted[mine[span.seq[wanted]]]
+        own_wanted = part.own_wanted
         return StepInputs(
             token_ids=self._tensor(token_ids[pick]),
             grams=self._grams(batch).index_select(0, self._tensor(pick)),
@@ -83,7 +110,7 @@ class SharedInputBuilder(InputBuilder):
             entries={r: self._entries(r, span, slots, table) for r in self._ratios},
             max_visible={r: int(span.ends.max()) // r for r in self._ratios},
             logit_rows=self._tensor(np.arange(len(own_wanted)) if kept is None else np.searchsorted(kept, own_wanted)),
-            share=self._share(split, span, rect, mine, kept, (wanted, own_wanted), own_rows),
+            share=replace(self.gathers(part), own_rows=own_rows),
         )
 
     def _share_rows(self, span: Span, slots: Ints, floor: Ints, rect: Ints, split: ContextSplit) -> Rows:
@@ -98,28 +125,19 @@ class SharedInputBuilder(InputBuilder):
             visible[ratio] = self._tensor(end - start)
         return replace(rows, visible=visible)
 
-    def _share(
-        self,
-        split: ContextSplit,
-        span: Span,
-        rect: Ints,
-        mine: np.typing.NDArray[np.bool_],
-        kept: Ints | None,
-        wanted: tuple[Ints, Ints],
-        own_rows: Rows | None,
-    ) -> ContextShare:
-        def gather(rows: Ints, here: Ints) -> RowGather:
-            return RowGather.of(self._group, split, rows, here, self._device)
+    def gathers(self, part: Division) -> ContextShare:
+        """Where rows of all ranks meet, `own_rows` left out."""
 
+        def gather(rows: Ints, here: Ints) -> RowGather:
+            return RowGather.of(self._group, part.split, rows, here, self._device)
+
+        span = part.span
         everything = np.arange(len(span.positions))
-        own = everything[mine[span.seq]]
-        kept_anywhere = everything[span.positions >= rect[span.seq]]
         return ContextShare(
             keys=gather(everything, everything),
-            kept=None if kept is None else gather(kept_anywhere, kept),
-            outputs=gather(*wanted),
-            own=gather(everything, own),
-            own_rows=own_rows,
+            kept=None if part.kept is None else gather(everything[span.positions >= part.rect[span.seq]], part.kept),
+            outputs=gather(part.wanted, part.own_wanted),
+            own=gather(everything, everything[part.mine[span.seq]]),
         )
 
     def _own_rows(self, span: Span, mine: np.typing.NDArray[np.bool_], slots: Ints, floor: Ints) -> Rows:
@@ -140,13 +158,11 @@ class SharedPrefill:
     exchange: PromptExchange
     builder: SharedInputBuilder
 
-    def inputs(self, batch: Batch, truncation: Truncation, *, drafting: bool) -> StepInputs | None:
-        """This rank's share of what all ranks prefill now; None when nobody of the group has a prompt. batch: its own prompts."""
+    def join(self, batch: Batch) -> tuple[Batch, range]:
+        """What all ranks prefill now, and which of its slices belong to this rank. batch: this rank's prompts. The caches agree then."""
         everything, owners = self.exchange.join(batch)
-        if not everything.slices:
-            return None
         self.exchange.copy_restored(everything, owners)
-        return self.builder.build_share(everything, owners[self.exchange.group.rank], truncation, drafting=drafting)
+        return everything, owners[self.exchange.group.rank]
 
 
 def make_shared_prefill(
@@ -162,8 +178,5 @@ def make_shared_prefill(
         return None
     assert group is not None, f"engine.cp is {config.cp} without a group"
     assert group.size == config.dp, f"engine.dp is {config.dp} in a group of {group.size}"
-    device = kv.blocks.device.type
-    if device == "cpu":
-        log.warning("engine.cp is %d: prompt steps run in plain torch, which is slower; decode steps may still be compiled", config.cp)
-    tensors = group.split(config.cp, device)
+    tensors = group.split(config.cp, kv.blocks.device.type)
     return SharedPrefill(PromptExchange(tensors, kv), SharedInputBuilder(text, kv, token_map, *frequencies, tensors))

@@ -67,6 +67,15 @@ def piece_tokens(lens: Ints, cp: int) -> Ints:
     return -(-lens // (2 * cp))
 
 
+def pieces_of(rank: int, lens: Ints, cp: int) -> Ints:
+    """[P, 3] the pieces of a rank that have tokens, in the order of its layout: sequence, first token among the new ones, tokens."""
+    size = piece_tokens(lens, cp)[:, None]
+    begin = np.array([rank, 2 * cp - 1 - rank]) * size
+    count = np.clip(lens[:, None] - begin, 0, size)
+    seq = np.broadcast_to(np.arange(len(lens))[:, None], count.shape)
+    return np.stack((seq, begin, count), 2)[count > 0]
+
+
 def key_ranges(split: ContextSplit, rank: int, lens: Ints, key_lens: Ints, ratio: int) -> tuple[Ints, Ints]:
     """[start, end) of the entries that each of a rank's rows sees, in key segments that lie back to back, one per sequence.
 

@@ -13,7 +13,7 @@ from engine.prefill_gate import PrefillGate, VoteRule
 from engine.request import Output, Request, SamplingParams, Sequence
 from engine.scheduler import Scheduler
 from engine.step import Sampled, SchedulerLimits, Step
-from tests.parallel.thread_tensors import ThreadTensors
+from tests.parallel.thread_tensors import MEETING_S, ThreadTensors
 
 EOS = 1
 
@@ -188,9 +188,9 @@ class ThreadGroup:
 
     def max(self, values: list[int]) -> list[int]:
         self._board[self.rank] = values
-        self._meeting.wait(timeout=20)
+        self._meeting.wait(timeout=MEETING_S)
         result = [max(column) for column in zip(*self._board, strict=True)]
-        self._meeting.wait(timeout=20)
+        self._meeting.wait(timeout=MEETING_S)
         return result
 
     def split(self, size: int, device: str) -> ThreadTensors:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.parallel.context_split import PAD, key_ranges, piece_tokens, split_context
+from engine.parallel.context_split import PAD, key_ranges, piece_tokens, pieces_of, split_context
 from engine.parallel.row_gather import RowGather
 from tests.parallel.thread_tensors import ThreadTensors
 
@@ -37,6 +37,10 @@ def test_mirror_and_reverse_are_those_of_a_direct_expansion(lens: list[int], cp:
     flat = split.mirror.flatten()
     assert flat[split.reverse].tolist() == list(range(sum(lens)))
     assert sorted(row for rank in range(cp) for row in split.rows(rank).tolist()) == list(range(sum(lens)))
+    begins = np.cumsum(lens) - lens
+    for rank in range(cp):
+        pieces = pieces_of(rank, np.array(lens, dtype=np.int64), cp)
+        assert [begins[s] + first + i for s, first, count in pieces for i in range(count)] == split.rows(rank).tolist()
     for rank in range(cp):
         assert split.rows(rank).tolist() == sorted(split.rows(rank).tolist())
 

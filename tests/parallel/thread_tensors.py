@@ -10,6 +10,10 @@ from torch import Tensor
 
 from engine.parallel.tensor_group import Piece
 
+# Ends tests in which a rank makes no call of a collective. Ranks are threads that share a core with whatever else the machine runs, and one
+# may be building the compiled step meanwhile.
+MEETING_S = 280
+
 
 class ThreadTensors:
     """One rank's end. `board` holds what every rank gave; two meetings fence it."""
@@ -50,7 +54,7 @@ class ThreadTensors:
 
     def _share(self, given: Any, use: Callable[[list[Any]], Any]) -> Any:
         self._board[self.rank] = given
-        self._meeting.wait(timeout=20)
+        self._meeting.wait(timeout=MEETING_S)
         result = use(self._board)
-        self._meeting.wait(timeout=20)
+        self._meeting.wait(timeout=MEETING_S)
         return result
