@@ -127,7 +127,7 @@ async def explain_cache(front: Front, http: HttpRequest) -> Response:
     salt = front.tenants.salt(http.state.key_id, cache_salt(fields, front.tenants.mode == "field"))
     tools = None
     if body.get("messages") is not None:
-        rendered = await front.workers.run(text.render_chat, body, front.known_ids(salt))
+        rendered = await front.render_chat(body, salt)
         ids, tools = rendered.token_ids, rendered.tools
     else:
         prompt = fields.string("prompt", front.config.max_body_bytes)

@@ -39,10 +39,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
         raise ApiError(400, "missing_field", "messages is missing", param="messages")
     small = http.state.small_body
     salt = front.tenants.salt(http.state.key_id, request.cache_salt)
-    if front.config.reattach_reasoning:
-        body = {**body, "messages": front.turns.complete(body["messages"], salt)}
-    known = front.known_ids(salt)
-    rendered = await front.workers.run(front.text.render_chat, body, known, inline=small)
+    rendered = await front.render_chat(body, salt, inline=small)
     front.metrics.oddities["history_missing_reasoning"] += rendered.missing_reasoning
     thinking = rendered.thinking
     default = default_max_tokens(thinking.enabled, thinking.number >= MAX_EFFORT)

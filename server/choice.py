@@ -25,6 +25,15 @@ class EndRules:
     min_tokens: int = 0
 
 
+@dataclass(slots=True)
+class WrittenCall:
+    """A tool call as it was given out; `arguments` in pieces."""
+
+    id: str
+    name: str
+    arguments: list[str]
+
+
 class Choice:
     """`finish_reason` is set when it is over; `stopped_early` tells that the engine has to be told."""
 
@@ -39,7 +48,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.call_ids: list[str] = []
+        self.calls: list[WrittenCall] = []
         self._token_bytes = token_bytes
         self._entries: dict[int, Entry] = {}  # by the parser's token index, until the token's text is sent
         self._num_parsed = 0
@@ -78,7 +87,9 @@ class Choice:
             case DeltaKind.REASONING:
                 self.reasoning.append(piece.text)
             case DeltaKind.TOOL_START:
-                self.call_ids.append(piece.call_id)
+                self.calls.append(WrittenCall(piece.call_id, piece.text, []))
+            case DeltaKind.TOOL_ARGUMENTS:
+                self.calls[piece.call_index].arguments.append(piece.text)
 
     def _feed(self, output: Output) -> list[Delta]:
         self.token_ids += output.token_ids

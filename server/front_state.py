@@ -16,11 +16,12 @@ from server.launch import Launch
 from server.metrics import FrontMetrics
 from server.poison import Poison
 from server.rank_pool import RankPool
-from server.sampled_ids import Known, SampledIds
+from server.rendering import RenderedPrompt
+from server.sampled_ids import SampledIds
 from server.schemas import Bounds
 from server.tenants import Tenants
 from server.text import Text
-from server.turn_memory import TurnMemory
+from server.turn_memory import TurnMemory, with_reasoning
 from server.workers import Workers
 
 
@@ -61,9 +62,18 @@ class Front:
     def set_text(self, text: Text) -> None:
         self._text = text
 
-    def known_ids(self, salt: str) -> Known | None:
-        """Sampled ids that prompts of one tenant may use; None when the server does not splice."""
-        return self.sampled.view(salt) if self.config.splice_sampled_ids else None
+    async def render_chat(self, body: dict[str, Any], salt: str, *, inline: bool = False) -> RenderedPrompt:
+        """The prompt of one tenant's chat request, with what is remembered of its history. `inline`: not in a worker.
+
+        Raises:
+            BadRequest: the first problem, with the field that has it.
+        """
+        turns = self.turns.among(body.get("messages"), salt)
+        if self.config.reattach_reasoning:
+            body = {**body, "messages": with_reasoning(body.get("messages"), turns)}
+        splices = self.config.splice_sampled_ids
+        known = self.sampled.view(salt) if splices else None
+        return await self.workers.run(self.text.render_chat, body, known, turns if splices else None, inline=inline)
 
     async def checked_grammar(self, constraint: Constraint | None) -> Grammar | None:
         """The grammar of a constraint, after it has proved harmless.

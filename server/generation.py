@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from server.schemas import CommonRequest
 from server.tickets import Ticket
 from server.tools import Tools
 from server.turn_memory import Turn
+from server.turn_splice import sampled_ids_of_turn
 
 KEEP_ALIVE_S = 10.0
 INLINE_TOKENS = 4096  # hashing more tokens than this goes to a worker
@@ -111,12 +113,21 @@ class Generation:
     def _learn(self) -> None:
         """Keep how the answers were split into tokens: they come back as history."""
         front = self.front
-        if front.config.reattach_reasoning:
-            for choice in self.choices:
-                front.turns.remember(Turn(self.salt, tuple(choice.call_ids), "".join(choice.content), "".join(choice.reasoning)))
+        for choice in self.choices:
+            if choice.calls and (front.config.reattach_reasoning or front.config.splice_sampled_ids):
+                front.turns.remember(self._turn(choice))
         if front.config.splice_sampled_ids:
             for choice in self.choices:
                 front.workers.then(front.sampled.learn, front.text.tokenizer, self.salt, choice.token_ids, callback=lambda _: None)
+
+    def _turn(self, choice: Choice) -> Turn:
+        """An answer with calls. Its ids are of use where they spell just what was given out."""
+        text, header, token_ids = self.front.text, "", array("I")
+        if choice.finish_reason == "tool_calls" and not any(asdict(choice.parser.counts).values()):
+            header, token_ids = sampled_ids_of_turn(text.encoder.dialect, text.tokenizer, self.prompt_ids, choice.token_ids)
+        calls = tuple((call.name, "".join(call.arguments)) for call in choice.calls)
+        call_ids = tuple(call.id for call in choice.calls)
+        return Turn(self.salt, call_ids, "".join(choice.content), "".join(choice.reasoning), calls, header, token_ids)
 
     def _remember(self, token_ids: list[int]) -> None:
         """Tell the router where this sequence is; long ones are hashed in a worker."""

@@ -16,6 +16,8 @@ from server.neutral import neutralise, spells_control
 from server.sampled_ids import Known
 from server.thinking import Thinking, parse_thinking
 from server.tools import ResponseFormat, Tools, parse_response_format, parse_tools
+from server.turn_memory import Turns
+from server.turn_splice import encode_around, find_regions
 
 _ACTION = "action"
 
@@ -44,7 +46,7 @@ class RenderedPrompt:
 
     control_ranges: half-open code point ranges of `prompt` that are control tokens. parse_tools: calls are recognised in the output.
     anchor_tokens: leading tokens up to the first user turn, the part that other conversations are likely to share.
-    spliced: stretches of history that carry the ids they were sampled with.
+    spliced: stretches and whole turns of history that carry the ids they were sampled with.
     missing_reasoning: assistant turns that render with an empty think block because the client sent none back.
     """
 
@@ -80,11 +82,17 @@ class EncoderCall:
 
 
 def render_chat(
-    encoder: Encoder, tokenizer: Tokenizer, body: dict[str, Any], options: RenderOptions | None = None, known: Known | None = None
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+    body: dict[str, Any],
+    options: RenderOptions | None = None,
+    known: Known | None = None,
+    turns: Turns | None = None,
 ) -> RenderedPrompt:
     """Render the body of a chat request. CPU work of milliseconds to seconds: call it in a worker thread.
 
-    known: ids with which a stretch of text was sampled, see `server/sampled_ids.py`.
+    known: ids with which a stretch of text was sampled, see `server/sampled_ids.py`. turns: those with tool calls that were generated
+    here, see `server/turn_memory.py`.
 
     Raises:
         BadRequest: the first problem, with the field that has it.
@@ -97,7 +105,8 @@ def render_chat(
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise BadRequest("messages", "the conversation holds lone surrogates, which no text encoding has", "invalid_json") from error
-    spliced = 0
+    regions = find_regions(prompt, ranges, call.messages, encoder.dialect, turns or {})
+    spliced = len(regions)
 
     def splice(text: str) -> Sequence[int] | None:
         nonlocal spliced
@@ -105,7 +114,7 @@ def render_chat(
         spliced += ids is not None
         return ids
 
-    token_ids = tokenizer.encode_ranges(prompt, ranges, splice)
+    token_ids = encode_around(tokenizer, prompt, ranges, regions, splice)
     return RenderedPrompt(
         prompt=prompt,
         token_ids=token_ids,

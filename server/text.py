@@ -16,6 +16,7 @@ from server.launch import Launch
 from server.output_parser import OutputParser
 from server.rendering import RenderedPrompt, RenderOptions, render_chat
 from server.sampled_ids import Known
+from server.turn_memory import Turns
 
 MAX_EFFORT = 100
 
@@ -34,9 +35,9 @@ class Text:
     def eos_id(self) -> int:
         return self.controls.eos
 
-    def render_chat(self, body: dict[str, Any], known: Known | None = None) -> RenderedPrompt:
-        """known: ids with which history was sampled. Raises BadRequest with the field that is wrong."""
-        return render_chat(self.encoder, self.tokenizer, body, self.options, known)
+    def render_chat(self, body: dict[str, Any], known: Known | None = None, turns: Turns | None = None) -> RenderedPrompt:
+        """known, turns: ids with which history was sampled. Raises BadRequest with the field that is wrong."""
+        return render_chat(self.encoder, self.tokenizer, body, self.options, known, turns)
 
     def chat_parser(self, rendered: RenderedPrompt, stops: Sequence[str], one_call: bool) -> OutputParser:
         return OutputParser(

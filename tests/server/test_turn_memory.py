@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.turn_memory import Turn, TurnMemory
+from server.turn_memory import Turn, TurnMemory, with_reasoning
 from tests.server.harness import finish, start_fake
 
 
@@ -16,15 +16,22 @@ def message(**changes: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "text", "tool_calls": calls, **changes}
 
 
+CALLS = (("f", "{}"), ("f", "{}"))
+
+
 def memory() -> TurnMemory:
     made = TurnMemory()
-    made.remember(Turn("s", ("a", "b"), "text", "because"))
+    made.remember(Turn("s", ("a", "b"), "text", "because", CALLS))
     return made
+
+
+def completed(made: TurnMemory, messages: Any, salt: str) -> Any:
+    return with_reasoning(messages, made.among(messages, salt))
 
 
 def test_dropped_reasoning_of_the_same_turn_is_put_back_without_touching_the_request() -> None:
     sent = [{"role": "user", "content": "x"}, message()]
-    found = memory().complete(sent, "s")
+    found = completed(memory(), sent, "s")
     assert found[1] == {**message(), "reasoning_content": "because"}
     assert sent[1] == message()
 
@@ -40,21 +47,44 @@ def test_dropped_reasoning_of_the_same_turn_is_put_back_without_touching_the_req
         {"tool_calls": None},
         {"tool_calls": "ab"},
         {"tool_calls": [{"id": 3}]},
+        {"tool_calls": [{"id": "a"}, {"id": "b"}]},
+        {"tool_calls": [{"id": "a", "function": 3}, {"id": "b", "function": {"name": "f"}}]},
+        {"tool_calls": [{**call, "function": {"name": "g", "arguments": "{}"}} for call in message()["tool_calls"]]},
+        {"tool_calls": [{**call, "function": {"name": "f", "arguments": '{"x": 1}'}} for call in message()["tool_calls"]]},
         {"role": "user"},
     ],
 )
 def test_any_other_turn_stays_as_the_client_sent_it(changes: dict[str, Any]) -> None:
-    assert memory().complete([message(**changes)], "s") == [message(**changes)]
+    assert completed(memory(), [message(**changes)], "s") == [message(**changes)]
+
+
+def test_arguments_are_compared_as_json_values() -> None:
+    turn = Turn("s", ("a",), "", "r", (("f", '{"x": {"a": 1, "b": "\\u00e9"}, "y": [1, 2.0]}'),))
+
+    def says(arguments: Any) -> bool:
+        return turn.says({"content": None, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": arguments}}]})
+
+    assert says('{"y":[1,2.0],"x":{"b":"é","a":1}}')
+    assert says({"y": [1, 2.0], "x": {"b": "é", "a": 1}})
+    assert not says('{"y":[2.0,1],"x":{"b":"é","a":1}}')
+    assert not says('{"y":[1,2],"x":{"b":"é","a":1}}')
+    assert not says('{"y":[1,2.0],"x":{"b":"é","a":true}}')
+    assert not says('{"y":[1,2.0],"x":{"b":"é","a":1}')
+    assert not says(None)
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"x": deep}
+    assert not says(deep)
 
 
 def test_other_tenant_and_malformed_bodies_get_nothing() -> None:
-    assert memory().complete([message()], "t") == [message()]
+    assert completed(memory(), [message()], "t") == [message()]
     for body in (None, "x", [3, None]):
-        assert memory().complete(body, "s") == body
+        assert completed(memory(), body, "s") == body
 
 
-def test_memory_is_bounded() -> None:
-    made = TurnMemory(most_turns=3, most_characters=25)
+def test_memory_is_bounded_and_keeps_what_was_asked_for() -> None:
+    made = TurnMemory(most_turns=3, most_weight=25)
     for number in range(9):
         made.remember(Turn("", (str(number),), "", "0123456789"))
     assert len(made) == 2
@@ -64,6 +94,9 @@ def test_memory_is_bounded() -> None:
     made.remember(Turn("", (), "", "no call"))
     made.remember(Turn("", ("x",), "", ""))
     assert len(made) == 2
+    assert made.among([{"tool_calls": [{"id": "7"}]}], "").keys() == {"7"}
+    made.remember(Turn("", ("9",), "", "", token_ids=list(range(10))))
+    assert made.among([{"tool_calls": [{"id": name}]} for name in "789"], "").keys() == {"7", "9"}
 
 
 @pytest.mark.parametrize("wanted", [True, False])
