@@ -35,6 +35,8 @@ def settings() -> list[str]:
 
 
 def _flag(setting: Any) -> str:
+    if setting.key == "engine.model":
+        return "argument `MODEL`"
     return f"`--set {setting.key}=…`" if setting.section in ("bench", "ui") else f"`{setting.flag}`"
 
 
