@@ -35,8 +35,9 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
         found = [file for file in files if pattern.search(file)]
         assert found, f"{page.name} names {name}"
         if inside:
-            last = inside.rpartition(".")[2]
-            assert any(re.search(rf"(def|class) {last}\b", (ROOT / file).read_text(encoding="utf-8")) for file in found), f"{name}: {inside}"
+            texts = [(ROOT / file).read_text(encoding="utf-8") for file in found]
+            wanted = re.compile(rf"(def|class) {inside.rpartition('.')[2]}\b")
+            assert any(map(wanted.search, texts)), f"{page.name} names {inside} in {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
