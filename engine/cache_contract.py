@@ -44,6 +44,9 @@ class PrefixCacheLike(Protocol):
     def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
         """What a prompt would restore now, and why not more. Changes nothing."""
 
+    def keep(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
+        """Pin what is stored of a prompt for a time. Raises ConfigError beyond the share that may be pinned."""
+
     def inject_fault(
         self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1, seconds: float = 0.005
     ) -> dict[str, Any]:
@@ -92,6 +95,9 @@ class NoPrefixCache:
 
     def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
         return {"prompt_tokens": len(tokens), "restore_tokens": 0, "miss": "off"}
+
+    def keep(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
+        raise ConfigError("there is no host cache to pin prefixes in", hint="--hicache-size-gb")
 
     def inject_fault(
         self, kind: str, *, target: str = "page", page: int = -1, byte: int | None = None, count: int = 1, seconds: float = 0.005

@@ -28,9 +28,16 @@ class FaultyTransfer:
         self._inner, self.name = inner, inner.name
         self._kind, self._left, self._seconds = "", 0, 0.0
 
-    def arm(self, kind: str, count: int, seconds: float) -> None:
-        """Spoil the next `count` copies: stores for drop and short, restores for delay, both for refuse."""
+    def arm(self, kind: str, count: int, seconds: float) -> dict[str, Any]:
+        """Spoil the next `count` copies: stores for drop and short, restores for delay, both for refuse. Returns what is in force.
+
+        Raises:
+            ConfigError: unknown kind.
+        """
+        if kind not in COPY_FAULTS:
+            raise ConfigError(f"fault {kind!r} is unknown", hint=f"choose one of: flip, {', '.join(COPY_FAULTS)}")
         self._kind, self._left, self._seconds = kind, count, seconds
+        return {"kind": kind, "count": count, "seconds": seconds}
 
     def _spoils(self, *kinds: str) -> bool:
         if self._left == 0 or self._kind not in kinds:

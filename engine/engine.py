@@ -311,6 +311,14 @@ class Engine:
         """What a prompt would restore from the host cache now, and why not more; see `hicache.explain`. Changes nothing."""
         return self.cache.explain(tokens, salt)
 
+    def keep_prefix(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
+        """Pin what the host cache holds of a prompt for `ttl_s` seconds. Returns `pinned_tokens` and `restorable_tokens`.
+
+        Raises:
+            ConfigError: no host cache, or more than the share of it that may be pinned.
+        """
+        return self.cache.keep(tokens, salt, ttl_s)
+
     def leave(self) -> None:
         """Ask the group to end. It travels with the next vote: `left` becomes True on all ranks in the same step."""
         self.scheduler.gate.leave()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cache_counters import CacheCounters, arena_leaves
-from engine.cache_faults import COPY_FAULTS, flip
+from engine.cache_faults import flip
 from engine.cache_herd import Herd
+from engine.cache_pins import KeptPrefixes
 from engine.cache_sources import CacheSources
 from engine.cache_store import CopyFailures, PrefixWriter
-from engine.errors import ConfigError
 from engine.page_mover import BAD_STATE, INTACT, PageMover
 from engine.prefix_plan import Match, Plan, PlanKind
 from engine.request import Sequence
@@ -88,6 +88,7 @@ class PrefixCache:
         self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, keep_tokens)
         self._herd = Herd(config, self._page_tokens, keep_tokens, clock)
         self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
+        self._kept = KeptPrefixes(self.cache, clock)
         self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
@@ -162,6 +163,7 @@ class PrefixCache:
         for frames in self.mover.take_fresh():
             self.cache.pool.add(frames)
         self.cache.pool.collect_leased()
+        self._kept.expire()
 
     def _restore_bytes(self, tokens: int) -> int:
         return tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes
@@ -254,6 +256,7 @@ class PrefixCache:
         """Forget what failed its checksum, so that it is stored anew: a state, or a page and everything below it."""
         state = match.state
         self._unpin_state(match)
+        self._kept.let_go_of(state if bad == BAD_STATE else match.path[bad])
         if bad == BAD_STATE:
             if self.cache.index.ref[state] == 0:
                 self.cache.remove_state(state, "audit")
@@ -345,6 +348,7 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget every stored prefix in O(1). Old entries leave by recency; running sequences keep what they restored."""
         self._keys.reset()
+        self._kept.clear()
         self.sources.remember_epoch()
         self._memos.clear()
         self._herd.clear()
@@ -360,6 +364,10 @@ class PrefixCache:
         """What a prompt would restore now and why not more; see `hicache.explain`. Changes nothing."""
         return self._explainer.explain(tokens, self._keys.page_keys(tokens, salt), salt)
 
+    def keep(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
+        """Pin what is stored of a prompt, see `KeptPrefixes.keep`."""
+        return self._kept.keep(self._keys.page_keys(tokens, salt), ttl_s)
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, numbers only: the leaves of `prefix_cache` in the JSON metrics and the host cache's own."""
         recovery, disk = self.sources.recovery, self.sources.leaves()
@@ -368,6 +376,8 @@ class PrefixCache:
             **arena_leaves(self.cache, self.mover),
             "pinned_sequences": len(self._planned) + len(self._active),
             "held_requests": self._herd.num_held,
+            "kept_prefixes": len(self._kept),
+            "kept_frames": self._kept.num_frames,
             "switched_off": int(self._failures.off),
             "recovered": {"pages": recovery.pages, "states": recovery.states, "dropped": recovery.dropped},
             "disk_errors_total": disk.pop("errors_total", {}),
@@ -387,7 +397,4 @@ class PrefixCache:
         """
         if kind == "flip":
             return flip(self.cache, self.mover.arena, self.mover.row_bytes, self.mover.state_bytes, target, page, byte, count)
-        if kind not in COPY_FAULTS:
-            raise ConfigError(f"fault {kind!r} is unknown", hint=f"choose one of: flip, {', '.join(COPY_FAULTS)}")
-        self.mover.transfer.arm(kind, count, seconds)
-        return {"kind": kind, "count": count, "seconds": seconds}
+        return self.mover.transfer.arm(kind, count, seconds)

@@ -18,7 +18,8 @@ from server.json_body import read_object
 from server.json_response import JsonResponse
 from server.metrics import json_document
 from server.prometheus import CONTENT_TYPE, exposition
-from server.schemas import cache_salt, check_model
+from server.schemas import DEFAULT_PIN_S, MAX_PIN_S, cache_salt, check_model
+from server.tools import Tools
 
 PAGE_PATH = Path(__file__).with_name("page.html")
 OWN_FAULTS = frozenset({"exit", "raise", "hang"})  # these leave no rank that could answer
@@ -123,20 +124,42 @@ async def reset_prefix_cache(front: Front) -> Response:
 async def explain_cache(front: Front, http: HttpRequest) -> Response:
     """What a chat body (or {"prompt": ...}) would restore on every rank, and where it parts from what is stored. Generates nothing."""
     body = await read_object(http, front.config.max_body_bytes, front.workers)
-    text, fields = front.text, Fields(body)
-    salt = front.tenants.salt(http.state.key_id, cache_salt(fields, front.tenants.mode == "field"))
-    tools = None
-    if body.get("messages") is not None:
-        rendered = await front.render_chat(body, salt)
-        ids, tools = rendered.token_ids, rendered.tools
-    else:
-        prompt = fields.string("prompt", front.config.max_body_bytes)
-        if prompt is None:
-            raise fields.fail("prompt", "is missing: send messages or prompt", "missing_field")
-        ids = await front.workers.run(text.tokenizer.encode, prompt, True)
+    ids, salt, tools = await _prompt(front, http, body)
+    text = front.text
     records = await front.pool.operate(lambda operation: protocol.ExplainPrompt(operation, ids, salt))
     ranks = [{"rank": rank, **described(record, text, ids, tools)} for rank, record in enumerate(records)]
     return JsonResponse({"prompt_tokens": len(ids), "ranks": ranks})
+
+
+async def pin_prefix(front: Front, http: HttpRequest) -> Response:
+    """Keep what the ranks hold of a chat body, {"prompt": ...} or {"token_ids": ...} for `ttl_s` seconds; 0 lets go of it.
+
+    Raises:
+        ApiError: as for the generation routes; 400 also when no rank has room for it or a cache at all.
+    """
+    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    ttl_s = Fields(body).number("ttl_s", 0, MAX_PIN_S, DEFAULT_PIN_S)
+    ids, salt, _ = await _prompt(front, http, body)
+    ranks = range(len(front.pool.ranks))
+    records = await front.pool.operate(lambda operation: protocol.KeepPrefix(operation, ids, salt, ttl_s))
+    return JsonResponse(
+        {"prompt_tokens": len(ids), "ranks": [{"rank": rank, **record} for rank, record in zip(ranks, records, strict=True)]}
+    )
+
+
+async def _prompt(front: Front, http: HttpRequest, body: dict[str, Any]) -> tuple[list[int], str, Tools | None]:
+    """(ids, cache salt, tools) of a body that names a conversation, a text or token ids."""
+    text, fields = front.text, Fields(body)
+    salt = front.tenants.salt(http.state.key_id, cache_salt(fields, front.tenants.mode == "field"))
+    if body.get("messages") is not None:
+        rendered = await front.render_chat(body, salt)
+        return rendered.token_ids, salt, rendered.tools
+    if body.get("token_ids") is not None:
+        return list(fields.token_ids("token_ids", front.limits.vocab_size, front.config.max_body_bytes)), salt, None
+    prompt = fields.string("prompt", front.config.max_body_bytes)
+    if prompt is None:
+        raise fields.fail("prompt", "is missing: send messages, prompt or token_ids", "missing_field")
+    return await front.workers.run(text.tokenizer.encode, prompt, True), salt, None
 
 
 def scheduling(front: Front) -> dict[str, Any]:

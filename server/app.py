@@ -135,6 +135,10 @@ def _add_admin(app: FastAPI, front: Front) -> None:
     async def reset_prefix_cache() -> Response:
         return await admin.reset_prefix_cache(front)
 
+    @app.post("/hicache/pin")
+    async def pin_prefix(request: Request) -> Response:
+        return await admin.pin_prefix(front, request)
+
     @app.post("/deepinfer/cache/explain")
     async def explain_cache(request: Request) -> Response:
         return await admin.explain_cache(front, request)

@@ -19,7 +19,9 @@ from server.turns import Paced
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version", "/", "/metrics", "/deepinfer/metrics"})
-ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/deepinfer/cache/explain", "/deepinfer/scheduling", "/deepinfer/debug/fault"})
+ADMIN_PATHS = frozenset(
+    {"/reset_prefix_cache", "/hicache/pin", "/deepinfer/cache/explain", "/deepinfer/scheduling", "/deepinfer/debug/fault"}
+)
 MAX_HEADER_BYTES = 32 * 1024
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 LOOPBACK = frozenset({"127.0.0.1", "::1"})

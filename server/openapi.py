@@ -19,6 +19,7 @@ from server.openapi_schemas import (
     ref,
     tool_schemas,
 )
+from server.schemas import MAX_PIN_S
 
 COMMON_FAILURES = ("401", "405", "408", "431", "500")
 BODY_FAILURES = ("400", "404", "413", "415", "429", "503", "504")
@@ -47,6 +48,7 @@ def document(served_name: str, vocab_size: int, max_tokens_limit: int, efforts: 
         "CompletionRequest": plain_request(vocab_size, max_tokens_limit),
         "TokenizeRequest": _prompt_request(model=TEXT_OR_NULL, add_special_tokens=nullable("boolean")),
         "ExplainRequest": _prompt_request(),
+        "PinRequest": _pin_request(vocab_size),
         **tool_schemas(),
         **answer_schemas(),
     }
@@ -123,6 +125,14 @@ def _admin_paths() -> dict[str, Any]:
     failures = ("400", "409", "413", "415", "503")
     return {
         "/reset_prefix_cache": {"post": _operation("Forget all cached prefixes.", {"application/json": answer()}, ("400", "503"))},
+        "/hicache/pin": {
+            "post": _operation(
+                "Keep what is stored of a conversation or prompt from being evicted, for ttl_s seconds; 0 lets go of it.",
+                {"application/json": record(["ranks"], ranks=array({"type": "object"}), prompt_tokens={"type": "integer"})},
+                BODY_FAILURES,
+                ref("PinRequest"),
+            )
+        },
         "/deepinfer/cache/explain": {
             "post": _operation(
                 "What a conversation or prompt would find in the prefix cache.",
@@ -148,6 +158,16 @@ def _optional_paths(render: bool, faults: bool) -> dict[str, Any]:
         success = {"application/json": record(["ranks"], ranks=array({"type": "object"}), sent={"const": True})}
         paths["/deepinfer/debug/fault"] = {"post": _operation("Break a rank on purpose.", success, ("400", "413", "415", "503"), body)}
     return paths
+
+
+def _pin_request(vocab_size: int) -> Schema:
+    """A conversation, token ids or a plain prompt, and how long it stays."""
+    ttl_s = nullable("number", minimum=0, maximum=MAX_PIN_S)
+    token_id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    null = {"type": "null"}
+    chat = record(["messages"], messages=array(ref("Message"), minItems=1), tools=nullable("array", items=ref("Tool")), ttl_s=ttl_s)
+    ids = record(["token_ids"], token_ids=array(token_id), messages=null, ttl_s=ttl_s)
+    return {"anyOf": [chat, ids, record(["prompt"], prompt=STRING, messages=null, token_ids=null, ttl_s=ttl_s)]}
 
 
 def _prompt_request(**plain: Schema) -> Schema:

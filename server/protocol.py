@@ -39,6 +39,15 @@ class ExplainPrompt(msgspec.Struct, tag="explain", frozen=True):
     salt: str
 
 
+class KeepPrefix(msgspec.Struct, tag="keep", frozen=True):
+    """Pin what the prefix cache holds of this prompt. ttl_s: 0 lets go of it, infinity keeps it to the end."""
+
+    operation: int
+    token_ids: list[int]
+    salt: str
+    ttl_s: float
+
+
 class SetScheduling(msgspec.Struct, tag="set_scheduling", frozen=True):
     operation: int
     prefill_attempt_interval: int | None
@@ -108,7 +117,7 @@ class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     exit_code: int = 4
 
 
-ToRank = AddRequest | Abort | Wake | ResetCache | ExplainPrompt | SetScheduling | Fault
+ToRank = AddRequest | Abort | Wake | ResetCache | ExplainPrompt | KeepPrefix | SetScheduling | Fault
 FromRank = Ready | Outputs | Refused | Stats | Reply | Fatal
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,6 +15,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 512
 MAX_BIASES = 1024
 MAX_PROMPTS = 16
 MAX_HINT = 256
+MAX_PIN_S, DEFAULT_PIN_S = 604_800, 3_600  # a pinned prefix: a week, an hour
 DEFAULT_TOKENS_CHAT, DEFAULT_TOKENS_THINKING, DEFAULT_TOKENS_MAX_EFFORT = 8_192, 65_536, 131_072
 
 IGNORED = frozenset(["metadata", "store", "service_tier", "safety_identifier", "verbosity", "cache_priority", "prediction", "modalities"])

@@ -52,6 +52,7 @@ class FakeEngine:
         self.kv_format = ""
         self.idle = True
         self.left = False
+        self.kept: dict[tuple[int, ...], float] = {}
         self._path = script
         self._rank = rank
         self._running: dict[str, _Running] = {}
@@ -145,6 +146,11 @@ class FakeEngine:
 
     def set_prefill_intervals(self, attempt: int | None, any_: int | None) -> None:
         self._proposed = attempt or self.prefill_intervals[0], any_ or self.prefill_intervals[1]
+
+    def keep_prefix(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
+        stored = max((_common(tokens, prompt) for prompt in self._seen), default=0)
+        self.kept = {**self.kept, tuple(tokens): ttl_s}
+        return {"pinned_tokens": stored if ttl_s else 0, "restorable_tokens": stored}
 
     def leave(self) -> None:
         self.left = True

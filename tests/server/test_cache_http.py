@@ -107,3 +107,25 @@ def test_faults_arguments_reach_the_engine(salted: FakeServer) -> None:
     answer = httpx.post(f"{salted.url}/deepinfer/debug/fault", json=body, timeout=20).json()
     assert answer == {"ranks": [{"flipped": 1, "target": "state", "page": -2, "byte": 7, "count": 3, "seconds": 0.5}]}
     assert httpx.post(f"{salted.url}/deepinfer/debug/fault", json={"kind": "flip", "count": 0}, timeout=20).status_code == 400
+
+
+def test_pin_answers_what_every_rank_keeps_of_conversations_ids_and_prompts(salted: FakeServer) -> None:
+    ask(salted, [{"role": "user", "content": "pin me"}], cache_salt="one")
+    ids = salted.recorded()[-1]["ids"]
+
+    def pin(**body: object) -> httpx.Response:
+        return httpx.post(f"{salted.url}/hicache/pin", json=body, timeout=20)
+
+    by_talk = pin(messages=[{"role": "user", "content": "pin me"}], cache_salt="one", ttl_s=60).json()
+    assert by_talk == {"prompt_tokens": len(ids), "ranks": [{"rank": 0, "pinned_tokens": len(ids), "restorable_tokens": len(ids)}]}
+    assert pin(token_ids=ids).json() == by_talk
+    assert pin(token_ids=ids, ttl_s=0).json()["ranks"][0]["pinned_tokens"] == 0
+    assert pin(prompt="pin me").status_code == 200
+    for body, param in (
+        ({}, "prompt"),
+        ({"prompt": "x", "ttl_s": -1}, "ttl_s"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": 3}, "token_ids"),
+    ):
+        refused = pin(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
