@@ -49,11 +49,14 @@ class DraftingRunner(Protocol):
 
     def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> Any: ...
 
+    def draft_greedy(self, slices: list[DraftSlice]) -> tuple[list[list[int]], list[list[float]]]:
+        """Ids and raw confidences of every slice's block."""
+
 
 class Recorder(Protocol):
     """Somebody who studies drafts, see `engine/spec_stats.py`."""
 
-    def on_draft(self, seqs: list[Sequence], confidence: Tensor) -> None: ...
+    def on_draft(self, seqs: list[Sequence], confidence: list[list[float]]) -> None: ...
 
     def on_verified(self, seqs: list[Sequence], verified: list[int], accepted: list[int]) -> None: ...
 
@@ -80,7 +83,7 @@ class Drafter:
         self.recorder: Recorder | None = None
         self._runner = runner
         self._end_token_ids = end_token_ids
-        self._temperatures = torch.tensor(temperatures or [1.0] * max_drafts)
+        self._temperatures = temperatures or [1.0] * max_drafts
 
     def propose(self, points: list[DraftPoint], rooms: list[int]) -> list[list[int]]:
         """Drafts for each sequence, at most `rooms[i]`. The budget comes from earlier rounds, its distribution from this one."""
@@ -91,13 +94,16 @@ class Drafter:
             return [[] for _ in seqs]
         sampling = _DraftSampling.of(points, self.max_drafts)
         slices = [DraftSlice(point.token_id, point.length - 2, point.seq.state_slot) for point in points]
-        output = self._runner.draft(slices, sampling.choose if sampling else None)
-        if sampling is not None:
+        if sampling is None:
+            drafts, confidence = self._runner.draft_greedy(slices)
+        else:
+            output = self._runner.draft(slices, sampling.choose)
+            drafts, confidence = output.token_ids.tolist(), output.confidence.tolist()
             self.proposals = sampling.proposals
+        drafts, confidence = [row[: self.max_drafts] for row in drafts], [row[: self.max_drafts] for row in confidence]
         if self.recorder is not None:
-            self.recorder.on_draft(seqs, output.confidence)
-        drafts = output.token_ids[:, : self.max_drafts].tolist()
-        rates = survival_rates(output.confidence[:, : self.max_drafts].cpu(), self._temperatures)
+            self.recorder.on_draft(seqs, confidence)
+        rates = survival_rates(confidence, self._temperatures)
         rooms = [min(room, self._useful(seq, ids)) for seq, ids, room in zip(seqs, drafts, rooms, strict=True)]
         for seq, row in zip(seqs, rates, strict=True):
             seq.draft_rates = row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,11 +34,30 @@ class Readout:
         return Sampled([[token] for token in self._host_ids.tolist()], errors=row_errors(self._host_best))
 
 
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The first of the largest logits of every row, ids without a token left out: its id and value, NaN where a row has one."""
+
+    ids: list[int]
+    values: list[float]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """Rows whose value is not finite."""
+        return {} if all(map(math.isfinite, self.values)) else value_errors(self.values)
+
+
 def row_errors(best: Tensor) -> dict[int, str]:
     """Rows whose largest logit is not finite. best: [R]; the maximum carries NaN through."""
-    return {
-        i: f"the model produced invalid logits (largest value {value})" for i, value in enumerate(best.tolist()) if not math.isfinite(value)
-    }
+    return value_errors(best.tolist())
+
+
+def value_errors(best: list[float]) -> dict[int, str]:
+    """`row_errors` of plain numbers."""
+    return {i: f"the model produced invalid logits (largest value {value})" for i, value in enumerate(best) if not math.isfinite(value)}
 
 
 def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits, edits_logits
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
-from engine.readout import Readout, row_errors, to_device
+from engine.readout import Largest, Readout, row_errors, to_device
 from engine.request import SamplingParams, Sequence, TokenLogprob
 from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
 from engine.step import Sampled
@@ -50,17 +50,19 @@ class Sampler:
         self.poison_next_row = False  # fault injection: the next step's first row becomes NaN
         self._traits: dict[int, _Traits] = {}
 
-    @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: list[Sequence]) -> Sampled:
         """logits: [R, V] fp32; may be changed in place at ids without a token. rows: the R sequences, in order.
 
         A row with NaN, +inf or nothing but -inf gets an error and harms no other row.
         """
         traits = self._prepare(logits, rows)
+        if self._all_plain(traits, rows):
+            return take_largest(_greedy(logits))
+        return self._sample(logits, rows, traits)
+
+    @torch.inference_mode()
+    def _sample(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits]) -> Sampled:
         masks = row_masks(rows, logits.shape[1])
-        if masks is None and all(t.plain_greedy for t in traits):
-            best, ids = _largest(logits)
-            return Sampled([[token] for token in ids.tolist()], errors=row_errors(best))
         work, errors = self._constrain(logits, rows, traits, masks)
         chosen = work.argmax(dim=-1)
         drawn = _drawn(traits, errors)
@@ -89,7 +91,6 @@ class Sampler:
         # A failed row's id is the next step's input all the same: it has to exist.
         return Readout(ids.clamp_(0, min(self.num_tokens, logits.shape[1]) - 1), best)
 
-    @torch.inference_mode()
     def verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals) -> Sampled:
         """Keep the drafts that the model would have produced, and one token behind them.
 
@@ -97,10 +98,13 @@ class Sampler:
         The result has one entry per sequence.
         """
         each = self._prepare(logits, seqs, sum(map(len, drafts)))
+        if self._all_plain(each, seqs):
+            return take_largest(_greedy(logits), drafts)
+        return self._verify(logits, seqs, drafts, proposals, each)
+
+    @torch.inference_mode()
+    def _verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals, each: list[_Traits]) -> Sampled:
         masks = draft_masks(seqs, drafts, logits.shape[1])
-        if masks is None and all(t.plain_greedy for t in each):
-            best, ids = _largest(logits)
-            return _kept_tokens(drafts, ids.tolist(), row_errors(best))
         rows = DraftedRows.of(seqs, drafts)
         traits = [t for t, ids in zip(each, drafts, strict=True) for _ in range(len(ids) + 1)]
         work, errors = self._constrain(logits, rows.seqs, traits, masks, rows.ahead)
@@ -123,12 +127,24 @@ class Sampler:
 
     def _prepare(self, logits: Tensor, rows: list[Sequence], num_drafts: int = 0) -> list[_Traits]:
         assert logits.shape[0] == len(rows) + num_drafts, f"{logits.shape[0]} rows of logits for {len(rows)} sequences, {num_drafts} drafts"
-        if self.num_tokens < logits.shape[1]:
-            logits[:, self.num_tokens :] = float("-inf")
+        if self.num_tokens < logits.shape[1] or (self.poison_next_row and rows):
+            self._spoil(logits, rows)
+        return self._each(rows)
+
+    @torch.inference_mode()
+    def _spoil(self, logits: Tensor, rows: list[Sequence]) -> None:
+        """Exclude ids without a token, and break the first row when a fault is injected."""
+        logits[:, self.num_tokens :] = float("-inf")
         if self.poison_next_row and rows:
             self.poison_next_row = False
             logits[0] = float("nan")
-        return [self._traits_of(seq.request.params) for seq in rows]
+
+    def wants_largest(self, seqs: list[Sequence]) -> bool:
+        """Whether the largest logit of every row is all that anybody wants to know of a step: see `take_largest`."""
+        return not self.poison_next_row and self._all_plain(self._each(seqs), seqs)
+
+    def _all_plain(self, traits: list[_Traits], seqs: list[Sequence]) -> bool:
+        return all(t.plain_greedy for t in traits) and all(seq.matcher is None for seq in seqs)
 
     def _constrain(
         self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], masks: RowMasks | None, ahead: list[list[int]] | None = None
@@ -151,6 +167,10 @@ class Sampler:
             if t.edits:
                 self._edits.apply(work[i], seq, ahead[i] if ahead else ())
         return work
+
+    def _each(self, seqs: list[Sequence]) -> list[_Traits]:
+        known = self._traits
+        return [known.get(id(seq.request.params)) or self._traits_of(seq.request.params) for seq in seqs]
 
     def _traits_of(self, params: SamplingParams) -> _Traits:
         traits = self._traits.get(id(params))
@@ -204,6 +224,19 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     table = logits.numpy()
     places = table.argmax(axis=-1)
     return torch.from_numpy(table[np.arange(len(places)), places]), torch.from_numpy(places)
+
+
+def _greedy(logits: Tensor) -> Largest:
+    """logits: [R, V], ids without a token masked."""
+    best, ids = _largest(logits)
+    return Largest(ids.tolist(), best.tolist())
+
+
+def take_largest(largest: Largest, drafts: list[list[int]] | None = None) -> Sampled:
+    """What the sampler makes of rows of which nobody wants more. drafts: of each sequence in a verify step."""
+    if drafts:
+        return _kept_tokens(drafts, largest.ids, largest.errors)
+    return Sampled([[token] for token in largest.ids], errors=largest.errors)
 
 
 def draw(logits: Tensor, rows: list[Sequence]) -> Tensor:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
 from engine.models.draft import DraftSlice
-
-Floats = NDArray[np.float64]
 
 RESIDUALS = 5000  # steps that the context slope remembers
 SLOPE_INTERVAL = 100  # steps between two looks at them
@@ -31,42 +29,48 @@ MEASURE_S = 0.5  # start-up time for a curve, which clients wait for; points tha
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size, ascending. Between points it is a line; before the first and behind the last their slope goes on."""
+    """Seconds by size, ascending. Between points it is a line; before the first it is flat, behind the last the last slope goes on."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
 
-    def __call__(self, sizes: Floats | NDArray[np.int64]) -> Floats:
-        inside: Floats = np.interp(sizes, self.sizes, self.seconds)
-        if len(self.sizes) < 2:
-            return inside
-        slope = max(0.0, (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2]))
-        return inside + slope * np.maximum(0, np.asarray(sizes) - self.sizes[-1])
+    def __call__(self, size: int) -> float:
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) < 2 or size <= sizes[0]:
+            return seconds[0]
+        right = min(bisect_left(sizes, size), len(sizes) - 1)
+        slope = (seconds[right] - seconds[right - 1]) / (sizes[right] - sizes[right - 1])
+        return seconds[right] + slope * (size - sizes[right])
 
     @staticmethod
     def of(points: list[tuple[int, float]]) -> Curve:
         """Points in ascending order. More work is never modelled as faster: noise on a busy machine would make lengths jump."""
-        seconds = np.maximum.accumulate([second for _, second in points])
-        return Curve(tuple(size for size, _ in points), tuple(seconds.tolist()))
+        return Curve(tuple(size for size, _ in points), tuple(accumulate((second for _, second in points), max)))
 
 
 class CostModel:
-    """time(rows) = curve + slope * rows + sampler. The slope stands for contexts longer than those of the measurement."""
+    """time(rows) = curve + slope * rows + sampler. The slope stands for contexts longer than those of the measurement.
+
+    It is asked and told about every step, so everything here is a few operations on Python's own numbers: on a small model a handful of
+    calls of numpy takes as long as half a layer.
+    """
 
     def __init__(self, steps: Curve, drafts: Curve) -> None:
         """steps: by rows of a verify step. drafts: by sequences."""
         self._steps, self._drafts = steps, drafts
-        self._residuals: deque[tuple[int, float]] = deque(maxlen=RESIDUALS)
+        self._residuals: deque[tuple[int, float]] = deque()
+        self._by_size: dict[int, list[float]] = defaultdict(list)  # rows -> the same residuals in ascending order
         self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_TIMES))
         self._slope, self._fresh = 0.0, 0
-        self._expected: dict[int, float] = {}  # rows -> seconds of the curve
+        self._curve: list[float] = []  # seconds by rows, as far as anybody has asked
 
-    def step_s(self, rows: NDArray[np.int64], num_seqs: int) -> Floats:
-        """Seconds of steps with so many rows in all, for the same sequences."""
-        return np.maximum(self._steps(rows) + self._slope * rows + self.sampler_s(num_seqs), 1e-9)
+    def step_s(self, first: int, count: int, num_seqs: int) -> list[float]:
+        """Seconds of steps with `first`, `first` + 1, ... rows in all, `count` of them, for the same sequences."""
+        curve, slope, sampler_s = self._seconds(first + count - 1), self._slope, self.sampler_s(num_seqs)
+        return [max(curve[rows] + slope * rows + sampler_s, 1e-9) for rows in range(first, first + count)]
 
     def draft_s(self, num_seqs: int) -> float:
-        return float(self._drafts(np.array([num_seqs]))[0])
+        return self._drafts(num_seqs)
 
     def sampler_s(self, num_seqs: int) -> float:
         """Median of the last samplings of so many sequences, else of all, else 0."""
@@ -84,19 +88,27 @@ class CostModel:
     def observe(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         """A step that was taken."""
         self._sampler[num_seqs].append(sampler_s)
-        if rows not in self._expected:
-            self._expected[rows] = float(self._steps(np.array([rows]))[0])
-        self._residuals.append((rows, (forward_s - self._expected[rows]) / rows))
+        residual = (forward_s - self._seconds(rows)[rows]) / rows
+        self._residuals.append((rows, residual))
+        insort(self._by_size[rows], residual)
+        if len(self._residuals) > RESIDUALS:
+            size, oldest = self._residuals.popleft()
+            own = self._by_size[size]
+            del own[bisect_left(own, oldest)]
         self._fresh += 1
         if self._fresh >= (SLOPE_INTERVAL if len(self._residuals) >= SLOPE_INTERVAL else LEAST_RESIDUALS):
             self._fresh = 0
             self._slope = self._median_slope()
 
+    def _seconds(self, rows: int) -> list[float]:
+        """The curve's seconds by rows, up to `rows` at least."""
+        self._curve.extend(self._steps(size) for size in range(len(self._curve), rows + 1))
+        return self._curve
+
     def _median_slope(self) -> float:
-        table = np.array(self._residuals)
-        sizes, counts = np.unique(table[:, 0], return_counts=True)
-        medians = [np.median(table[table[:, 0] == size, 1]) for size in sizes[counts >= LEAST_RESIDUALS]]
-        return max(0.0, float(np.median(medians))) if medians else 0.0
+        # statistics.median would sort what is sorted already.
+        medians = [(own[(len(own) - 1) // 2] + own[len(own) // 2]) / 2 for own in self._by_size.values() if len(own) >= LEAST_RESIDUALS]
+        return max(0.0, statistics.median(medians)) if medians else 0.0
 
 
 class MeasuredRunner(Protocol):
@@ -107,7 +119,7 @@ class MeasuredRunner(Protocol):
 
     def run(self, batch: Batch) -> Any: ...
 
-    def draft(self, slices: list[DraftSlice]) -> Any: ...
+    def draft_greedy(self, slices: list[DraftSlice]) -> Any: ...
 
 
 def measure(
@@ -118,22 +130,25 @@ def measure(
     budget_s: float = MEASURE_S,
     timer: Callable[[], float] | None = None,
 ) -> CostModel:
-    """Time verify steps and drafts of growing size, with random tokens. clock: bounds the whole. timer: of single runs, the clock if None.
+    """Time greedy verify steps and drafts of growing size, with random tokens.
+
+    clock: bounds the whole. timer: of single runs, the clock if None.
 
     places: a state slot and blocks for `max_drafts` + 1 tokens, for as many sequences as a step may have. They are overwritten.
     Larger sizes come last, so that a slow machine measures the small ones and extrapolates.
     """
     vocab_size = runner.limits.vocab_size
+    run = getattr(runner, "run_greedy", runner.run)
     rng = random.Random(0)
     deadline, timer = clock() + budget_s, timer or clock
     steps, drafts = [], []
     for size in _sizes(len(places) * (max_drafts + 1)):
         batch = _batch(size, max_drafts + 1, places, vocab_size, rng)
-        steps.append((size, _timed(partial(runner.run, batch), timer)))
+        steps.append((size, _timed(partial(run, batch), timer)))
         if size <= len(places):
-            runner.run(_batch(size, 1, places, vocab_size, rng))  # drafts read what a step has left in the slots
+            run(_batch(size, 1, places, vocab_size, rng))  # drafts read what a step has left in the slots
             slices = [DraftSlice(rng.randrange(vocab_size), 0, slot) for slot, _ in places[:size]]
-            drafts.append((size, _timed(partial(runner.draft, slices), timer)))
+            drafts.append((size, _timed(partial(runner.draft_greedy, slices), timer)))
         if clock() > deadline and len(steps) > 1:
             break
     return CostModel(Curve.of(steps), Curve.of(drafts))

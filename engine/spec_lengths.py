@@ -8,11 +8,10 @@ itself through its own prefix only.
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
+from operator import itemgetter, mul
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.spec_costs import CostModel
 
@@ -32,12 +31,14 @@ _CARRY_DECAY = 0.99
 _CARRY_PRIOR = 1.0
 
 
-def survival_rates(confidence: Tensor, temperatures: Tensor) -> list[list[float]]:
-    """Probability that a draft and all before it are kept. confidence: [B, N] fp32, raw. temperatures: [N]. Rows never rise."""
-    # A few numbers on the host: numpy's calls cost a third of torch's.
-    scaled = (confidence.numpy() / np.maximum(temperatures.numpy(), MIN_TEMPERATURE)).clip(-MAX_CONFIDENCE, MAX_CONFIDENCE)
-    rates: list[list[float]] = (1.0 / (1.0 + np.exp(-scaled))).cumprod(-1).tolist()
-    return rates
+def survival_rates(confidence: list[list[float]], temperatures: list[float]) -> list[list[float]]:
+    """Probability that a draft and all before it are kept. confidence: [B][N], raw. temperatures: [N]. Rows never rise."""
+    divisors = [max(temperature, MIN_TEMPERATURE) for temperature in temperatures]
+    return [[*accumulate((_sigmoid(raw / t) for raw, t in zip(row, divisors, strict=True)), mul)] for row in confidence]
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(min(max(-x, -MAX_CONFIDENCE), MAX_CONFIDENCE)))
 
 
 class LengthPolicy(Protocol):
@@ -81,9 +82,9 @@ class ThroughputLength:
 
     def __init__(self, cost: CostModel, max_drafts: int) -> None:
         self.cost = cost
-        self._expected = np.full(max_drafts, _PRIOR)
-        self._kept = np.full(max_drafts, _PRIOR)
-        self._typical = np.ones(max_drafts)
+        self._expected = [_PRIOR] * max_drafts
+        self._kept = [_PRIOR] * max_drafts
+        self._typical = [1.0] * max_drafts
         self._rounds = 0
         self._products, self._squares = _CARRY_PRIOR, _CARRY_PRIOR
         self._asked: list[list[float]] = []
@@ -102,11 +103,15 @@ class ThroughputLength:
             return 0
         num_seqs = len(rates)
         gains = self._gains(rates, rooms)
-        step_s = self.cost.step_s(num_seqs + np.arange(len(gains) + 1), num_seqs)
-        expected = num_seqs + np.concatenate(([0.0], np.cumsum(gains)))
-        speed = expected / (step_s + self.cost.draft_s(num_seqs))
-        best = int(speed.argmax())
-        if best > 0 and speed[best] > expected[0] / step_s[0]:
+        step_s, draft_s = self.cost.step_s(num_seqs, len(gains) + 1, num_seqs), self.cost.draft_s(num_seqs)
+        expected = float(num_seqs)
+        best, most = 0, expected / step_s[0]  # without drafts, what they cost is saved as well
+        for count, gain in enumerate(gains, 1):
+            expected += gain
+            speed = expected / (step_s[count] + draft_s)
+            if speed > most:
+                best, most = count, speed
+        if best > 0:
             self._skipped = 0
             return best
         self._skipped += 1
@@ -115,43 +120,54 @@ class ThroughputLength:
         self._skipped = 0
         return min(num_seqs, len(gains))
 
-    def _gains(self, rates: list[list[float]], rooms: list[int]) -> np.ndarray:
+    def _gains(self, rates: list[list[float]], rooms: list[int]) -> list[float]:
         """Corrected rates of all drafts that have room, falling."""
-        correction = np.clip(self._kept / self._expected, 0.0, 2.0)
-        table = np.array([row or self._typical for row in rates])
-        table = self._typical + self.carry ** (1 + self._skipped) * (table - self._typical)
-        table = np.minimum.accumulate(np.minimum(table * correction, 1.0), axis=1)
-        has_room = np.arange(table.shape[1]) < np.array(rooms)[:, None]
-        return -np.sort(-table[has_room])
+        typical, carried = self._typical, self.carry ** (1 + self._skipped)
+        correction = [min(kept / expected, 2.0) for kept, expected in zip(self._kept, self._expected, strict=True)]
+        gains: list[float] = []
+        for row, room in zip(rates, rooms, strict=True):
+            lowest = 1.0
+            for middle, rate, factor in zip(typical[:room], row or typical, correction, strict=False):
+                lowest = min(lowest, (middle + carried * (rate - middle)) * factor)
+                gains.append(lowest)
+        gains.sort(reverse=True)
+        return gains
 
     def lengths(self, rates: list[list[float]], rooms: list[int], budget: int | None) -> list[int]:
         """The `budget` most likely drafts, ties to the lower sequence. The lengths sum to the budget while there is room."""
-        table = np.array(rates)
-        self._learn_carry(table)
+        self._learn_carry(rates)
         if budget is None or budget >= sum(rooms):
             return rooms
-        has_room = np.arange(table.shape[1]) < np.array(rooms)[:, None]
-        order = np.argsort(-np.where(has_room, table, -1.0), axis=None, kind="stable")[:budget]
-        counts: list[int] = np.bincount(order // table.shape[1], minlength=len(rates)).tolist()
+        ranked = [(rate, i) for i, (row, room) in enumerate(zip(rates, rooms, strict=True)) for rate in row[:room]]
+        ranked.sort(key=itemgetter(0), reverse=True)  # equals stay in their order
+        counts = [0] * len(rates)
+        for _, i in ranked[:budget]:
+            counts[i] += 1
         return counts
 
-    def _learn_carry(self, table: NDArray[np.float64]) -> None:
-        """table: the newest rates of the sequences whose earlier ones `budget` was asked about."""
-        for before, row in zip(self._asked, table, strict=False):  # nobody has asked: nothing to compare
+    def _learn_carry(self, rates: list[list[float]]) -> None:
+        """rates: the newest of the sequences whose earlier ones `budget` was asked about."""
+        for before, row in zip(self._asked, rates, strict=False):  # nobody has asked: nothing to compare
             if before:
-                earlier = np.array(before) - self._typical
-                self._products = _CARRY_DECAY * self._products + float(earlier @ (row - self._typical))
-                self._squares = _CARRY_DECAY * self._squares + float(earlier @ earlier)
+                products = squares = 0.0
+                for earlier, later, middle in zip(before, row, self._typical, strict=True):
+                    products += (earlier - middle) * (later - middle)
+                    squares += (earlier - middle) ** 2
+                self._products = _CARRY_DECAY * self._products + products
+                self._squares = _CARRY_DECAY * self._squares + squares
 
     def observe(self, rates: list[list[float]], verified: list[int], accepted: list[int]) -> None:
+        expected, counts, typical = self._expected, self._kept, self._typical
         for row, length, kept in zip(rates, verified, accepted, strict=True):
             if length == 0:
                 continue
             self._rounds += 1
-            self._expected[:length] = self._expected[:length] * _DECAY + row[:length]
-            self._kept[:length] *= _DECAY
-            self._kept[:kept] += 1
-            self._typical += max(_FRESH, 1.0 / (self._rounds + _PRIOR)) * (np.array(row) - self._typical)
+            share = max(_FRESH, 1.0 / (self._rounds + _PRIOR))
+            for place, rate in enumerate(row):
+                typical[place] += share * (rate - typical[place])
+                if place < length:
+                    expected[place] = expected[place] * _DECAY + rate
+                    counts[place] = counts[place] * _DECAY + (place < kept)
 
     def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         self.cost.observe(rows, num_seqs, forward_s, sampler_s)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine.drafter import Drafter
 from engine.engine import Engine
@@ -79,9 +78,9 @@ class DraftRecorder:
     _confidence: dict[int, list[float]] = field(default_factory=dict)
     _samples: list[list[tuple[float, bool]]] = field(default_factory=list)
 
-    def on_draft(self, seqs: list[Sequence], confidence: Tensor) -> None:
-        """confidence: [B, N], raw."""
-        self._confidence = {seq.seq_id: row for seq, row in zip(seqs, confidence.tolist(), strict=True)}
+    def on_draft(self, seqs: list[Sequence], confidence: list[list[float]]) -> None:
+        """confidence: [B][N], raw."""
+        self._confidence = {seq.seq_id: row for seq, row in zip(seqs, confidence, strict=True)}
 
     def on_verified(self, seqs: list[Sequence], verified: list[int], accepted: list[int]) -> None:
         for seq, count, kept in zip(seqs, verified, accepted, strict=True):

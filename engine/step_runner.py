@@ -11,8 +11,8 @@ from torch import Tensor
 from engine.batch import LateTokens, LogitRows, SequenceSlice, StepKind
 from engine.drafter import DrafterLike, DraftPoint
 from engine.late_tokens import caught_up
-from engine.readout import Readout
-from engine.sampler import Sampler
+from engine.readout import Largest, Readout
+from engine.sampler import Sampler, take_largest
 from engine.spec_costs import StepWatch
 from engine.step import Sampled, Step
 
@@ -27,10 +27,10 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step after its forward pass. drafts: of each sequence in a verify step. logits: [R, V] fp32."""
+    """A step after its forward pass. drafts: of each sequence in a verify step. logits: [R, V] fp32, or all that anybody wants of them."""
 
     step: Step
-    logits: Tensor
+    logits: Tensor | Largest
     drafts: list[list[int]] = field(default_factory=list)
 
 
@@ -63,7 +63,10 @@ class StepRunner:
             if drafts:
                 step = with_drafts(step, drafts)
         self._watch.start()
-        logits = self.runner.run(step.batch(tokens))
+        if tokens is None and hasattr(self.runner, "run_greedy") and self.sampler.wants_largest(step.rows):
+            logits = self.runner.run_greedy(step.batch())
+        else:
+            logits = self.runner.run(step.batch(tokens))
         self._watch.forward_enqueued()
         return Computed(step, logits, drafts)
 
@@ -72,17 +75,20 @@ class StepRunner:
         step, logits = computed.step, computed.logits
         if not step.rows:
             return Sampled([])
-        if self._keep_on_device and step.kind is StepKind.DECODE and self.drafter is None:
+        if self._keep_on_device and isinstance(logits, Tensor) and step.kind is StepKind.DECODE and self.drafter is None:
             readout = self.sampler.enqueue(logits, step.rows)
             if readout is not None:
                 return readout
         self._watch.sampling()
         if step.kind is StepKind.VERIFY:
             assert self.drafter is not None, "drafts without a drafter"
-            sampled = self.sampler.verify(logits, step.rows, computed.drafts, self.drafter.proposals)
+            if isinstance(logits, Largest):
+                sampled = take_largest(logits, computed.drafts)
+            else:
+                sampled = self.sampler.verify(logits, step.rows, computed.drafts, self.drafter.proposals)
             self.drafter.observe(step.rows, computed.drafts, sampled.token_ids)
         else:
-            sampled = self.sampler(logits, step.rows)
+            sampled = take_largest(logits) if isinstance(logits, Largest) else self.sampler(logits, step.rows)
         if self.drafter is not None and step.kind is not StepKind.PREFILL:
             self.drafter.policy.observe_cost(len(logits), len(step.rows), *self._watch.stop())
         return sampled

@@ -251,6 +251,34 @@ bool read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& sl
     return compact;
 }
 
+namespace {
+
+// The first of the largest of `count` values, NaN before all others.
+int largest(const float* x, int count, float* value) {
+    F16 best = splat<F16>(-INFINITY);
+    I16 unordered = {};
+    int i = 0;
+    for (; i + 16 <= count; i += 16) {
+        const F16 own = load<F16>(x + i);
+        best = own > best ? own : best;
+        unordered |= own != own;
+    }
+    float most[16], top = -INFINITY;
+    store(most, best);
+    bool nan = false;
+    for (int lane = 0; lane < 16; ++lane) {
+        top = std::max(top, most[lane]);
+        nan |= unordered[lane] != 0;
+    }
+    for (; i < count; ++i) {
+        top = std::max(top, x[i]);
+        nan |= x[i] != x[i];
+    }
+    *value = nan ? NAN : top;
+    return int(std::find_if(x, x + count, [&](float own) { return nan ? own != own : own == top; }) - x);
+}
+
+}  // namespace
 }  // namespace dix
 
 extern "C" int64_t dix_model_bytes() { return sizeof(dix::Model); }
@@ -271,4 +299,11 @@ extern "C" void dix_step(const dix::Model* model, void* work, const int32_t* int
     auto& w = *static_cast<dix::Workspace*>(work);
     const bool compact = dix::read_slices(*model, ints, w.slices);
     dix::Backbone(*model, w, nullptr).run(compact, logits);
+}
+
+// The same for a caller that wants only the largest of the first `num_ids` logits of each of the `wanted` rows, and its place.
+extern "C" void dix_step_greedy(const dix::Model* model, void* work, const int32_t* ints, int num_ids, int wanted, int32_t* ids, float* values) {
+    float* logits = static_cast<dix::Workspace*>(work)->logits.get(size_t(wanted) * model->vocab);
+    dix_step(model, work, ints, logits);
+    for (int r = 0; r < wanted; ++r) ids[r] = dix::largest(logits + int64_t(r) * model->vocab, num_ids, values + r);
 }

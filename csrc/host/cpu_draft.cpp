@@ -68,22 +68,23 @@ int add_and_choose(float* logits, const float* bias, int count) {
     return found == logits + count ? 0 : int(found - logits);
 }
 
-// Walk through the block: each choice shifts the logits of the next place. first: [count] ids before the block.
-void propose(const Model& m, const float* states, const int32_t* first, int count, float* logits, int64_t* ids, float* confidence) {
+// Walk through the block: each choice shifts the logits of the next place. first: `count` ids before the block, at a distance.
+void propose(const Model& m, Workspace& w, const float* states, const int32_t* first, int stride, int count, float* logits, int64_t* ids,
+             float* confidence) {
     const Draft& draft = *m.draft;
     const int rank = draft.markov_rank;
-    std::vector<float> bias(size_t(count) * m.vocab), markov(size_t(count) * rank);
+    float *bias = w.bias.get(size_t(count) * m.vocab), *markov = w.markov.get(size_t(count) * rank);
     for (int place = 0; place < draft.block_size; ++place) {
         for (int i = 0; i < count; ++i) {
-            const int64_t row = int64_t(i) * draft.block_size + place, previous = place ? ids[row - 1] : first[i];
-            float* own = markov.data() + int64_t(i) * rank;
+            const int64_t row = int64_t(i) * draft.block_size + place, previous = place ? ids[row - 1] : first[i * stride];
+            float* own = markov + int64_t(i) * rank;
             std::memcpy(own, draft.markov_embed + previous * rank, rank * sizeof(float));
             confidence[row] = dot(states + row * m.hidden, draft.confidence, m.hidden) + dot(own, draft.confidence + m.hidden, rank);
         }
-        linear(draft.markov_head, markov.data(), rank, bias.data(), m.vocab, count);
+        linear(draft.markov_head, markov, rank, bias, m.vocab, count);
         for (int i = 0; i < count; ++i) {
             const int64_t row = int64_t(i) * draft.block_size + place;
-            ids[row] = add_and_choose(logits + row * m.vocab, bias.data() + int64_t(i) * m.vocab, m.vocab);
+            ids[row] = add_and_choose(logits + row * m.vocab, bias + int64_t(i) * m.vocab, m.vocab);
         }
     }
 }
@@ -95,7 +96,16 @@ extern "C" void dix_draft(const dix::Model* model, void* work, const int32_t* in
     dix::draft_block(*model, *static_cast<dix::Workspace*>(work), ints, count, states, logits);
 }
 
-extern "C" void dix_propose(const dix::Model* model, const float* states, const int32_t* first, int count, float* logits, int64_t* ids,
+extern "C" void dix_propose(const dix::Model* model, void* work, const float* states, const int32_t* first, int count, float* logits, int64_t* ids,
                             float* confidence) {
-    dix::propose(*model, states, first, count, logits, ids, confidence);
+    dix::propose(*model, *static_cast<dix::Workspace*>(work), states, first, 1, count, logits, ids, confidence);
+}
+
+// Both at once, for a caller that wants no logits.
+extern "C" void dix_draft_greedy(const dix::Model* model, void* work, const int32_t* ints, int count, int64_t* ids, float* confidence) {
+    auto& w = *static_cast<dix::Workspace*>(work);
+    const size_t rows = size_t(count) * model->draft->block_size;
+    float *states = w.states.get(rows * model->hidden), *logits = w.logits.get(rows * model->vocab);
+    dix::draft_block(*model, w, ints, count, states, logits);
+    dix::propose(*model, w, states, ints, 4, count, logits, ids, confidence);
 }

@@ -56,7 +56,8 @@ struct MemberScratch {
 // Scratch memory of a model, kept from step to step. Parts of a step that the team shares find every buffer at its size.
 struct Workspace {
     Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, index_q, index_w;
-    Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden, shared, shared_key, shared_pre;
+    Buffer<float> pooled, entry, index_key, entry_rot, engram, engram_kv, taps, hidden, states, logits, bias, markov;
+    Buffer<float> shared, shared_key, shared_pre;
     Buffer<const float*> index_keys;
     Buffer<int32_t> positions, owner;
     std::vector<MemberScratch> members{1};

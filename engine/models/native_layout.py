@@ -124,12 +124,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_close": (None, [c_void_p]),
     "dix_step": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p]),
     "dix_step_shared": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, GATHER, c_void_p]),
+    "dix_step_greedy": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
     "dix_open_experts": (c_void_p, []),
     "dix_close_experts": (None, [c_void_p]),
     "dix_route": (None, [POINTER(Model), c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
     "dix_expert_parts": (None, [POINTER(Model), c_void_p, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p]),
     "dix_draft": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
-    "dix_propose": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "dix_propose": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "dix_draft_greedy": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
 }
 
 

@@ -18,6 +18,7 @@ from engine.models.native_share import Meeting
 from engine.models.native_weights import NativeWeights
 from engine.models.shared_inputs import ContextShare, Division
 from engine.parallel.context_split import pieces_of
+from engine.readout import Largest
 
 # A step of so many rows computes a billion operations or more, which is worth waking threads for.
 LEAST_SHARED_ROWS = 64
@@ -52,6 +53,17 @@ class NativeModel:
         if self._experts is not None:
             self._experts.raise_error()
         return logits
+
+    def step_greedy(self, batch: Batch, truncation: Truncation, num_ids: int) -> Largest:
+        """The largest of the first `num_ids` logits of the requested rows."""
+        assert self._experts is None, "errors of an exchange are raised by `step`"
+        assert batch.late is None, "late tokens are on a device that native steps do not see"
+        packed, wanted = self._pack(batch, truncation), sum(map(_count_rows, batch.slices))
+        ids, values = array("i", bytes(4 * wanted)), array("f", bytes(4 * wanted))
+        self._library.dix_step_greedy(
+            self._model, self._work, packed.buffer_info()[0], num_ids, wanted, ids.buffer_info()[0], values.buffer_info()[0]
+        )
+        return Largest(ids.tolist(), values.tolist())
 
     def step_shared(self, batch: Batch, own: range, part: Division, gathers: ContextShare, truncation: Truncation) -> Tensor:
         """One rank's share of a prompt step of several: logits of the requested rows of its own slices. Arguments: see
@@ -103,19 +115,35 @@ class NativeModel:
         """The drafted block before its tokens are chosen: states [B*N, C] and logits [B*N, V], both fp32."""
         rows = len(slices) * self._text.dspark_block_size
         states, logits = torch.empty(rows, self._text.hidden_size), torch.empty(rows, self._text.vocab_size)
-        ints = array("i", [value for s in slices for value in (s.token_id, s.position, s.state_slot, max(0, s.valid_start))])
+        ints = _draft_ints(slices)
         self._library.dix_draft(self._model, self._work, ints.buffer_info()[0], len(slices), states.data_ptr(), logits.data_ptr())
         return states, logits
+
+    def draft_greedy(self, slices: list[DraftSlice]) -> tuple[list[list[int]], list[list[float]]]:
+        """`draft` and `propose` in one call: ids and confidences of every slice."""
+        size = self._text.dspark_block_size
+        rows = len(slices) * size
+        ints, ids, confidence = _draft_ints(slices), array("q", bytes(8 * rows)), array("f", bytes(4 * rows))
+        self._library.dix_draft_greedy(
+            self._model, self._work, ints.buffer_info()[0], len(slices), ids.buffer_info()[0], confidence.buffer_info()[0]
+        )
+        begins = range(0, rows, size)
+        return [ids[i : i + size].tolist() for i in begins], [confidence[i : i + size].tolist() for i in begins]
 
     def propose(self, slices: list[DraftSlice], states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Greedy choices [B, N] int64 and confidences [B, N] fp32; each choice shifts the next place's logits, in place."""
         shape = (len(slices), self._text.dspark_block_size)
         ids, confidence = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
         first = array("i", [s.token_id for s in slices])
+        choices = ids.data_ptr(), confidence.data_ptr()
         self._library.dix_propose(
-            self._model, states.data_ptr(), first.buffer_info()[0], len(slices), logits.data_ptr(), ids.data_ptr(), confidence.data_ptr()
+            self._model, self._work, states.data_ptr(), first.buffer_info()[0], len(slices), logits.data_ptr(), *choices
         )
         return ids, confidence
+
+
+def _draft_ints(slices: list[DraftSlice]) -> array[int]:
+    return array("i", [value for s in slices for value in (s.token_id, s.position, s.state_slot, max(0, s.valid_start))])
 
 
 def _count_rows(s: SequenceSlice) -> int:

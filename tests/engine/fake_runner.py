@@ -147,6 +147,10 @@ class FakeRunner:
             logits.append(rows)
         return FakeDrafts(torch.stack(ids, 1), torch.tensor(confidence).T, torch.stack(logits, 1))
 
+    def draft_greedy(self, slices: list[DraftSlice]) -> tuple[list[list[int]], list[list[float]]]:
+        output = self.draft(slices)
+        return output.token_ids.tolist(), output.confidence.tolist()
+
     def draft_logits(self, text: list[int]) -> np.ndarray:
         """[V] fp32: the model's logits behind `text`, disturbed."""
         seen = np.asarray(text)

@@ -109,15 +109,15 @@ def test_drafts_do_not_depend_on_neighbours(runner):
 
 def answer(engine: Engine, ids: list[int], name: str, logits: list[torch.Tensor]) -> tuple[list[int], int]:
     """Greedy tokens and cached prompt tokens; every step's logits are kept."""
-    run = engine.runner.run
-    engine.runner.run = lambda batch: logits.append(run(batch)) or logits[-1]
+    run, greedy = engine.runner.run, engine.runner.run_greedy
+    engine.runner.run = engine.runner.run_greedy = lambda batch: logits.append(run(batch)) or logits[-1]
     engine.add_request(Request(name, ids, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
     tokens, cached = [], 0
     while not tokens or not engine.idle:
         for output in engine.step():
             tokens += output.token_ids
             cached = output.cached_tokens or cached
-    engine.runner.run = run
+    engine.runner.run, engine.runner.run_greedy = run, greedy
     return tokens, cached
 
 

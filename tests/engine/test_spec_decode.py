@@ -181,6 +181,10 @@ class Table:
             ids.append(last)
         return _Drafted(torch.stack(ids, 1), torch.zeros(len(slices), 3))
 
+    def draft_greedy(self, slices):
+        output = self.draft(slices)
+        return output.token_ids.tolist(), output.confidence.tolist()
+
     def step(self, seqs: list[Sequence], drafter: Drafter, sampler: Sampler, room: int = 3) -> list[list[int]]:
         drafts = drafter.propose([DraftPoint(seq, seq.token_ids[-1], len(seq.token_ids)) for seq in seqs], [room] * len(seqs))
         rows = [token for seq, ids in zip(seqs, drafts, strict=True) for token in [seq.token_ids[-1], *ids]]

@@ -40,7 +40,8 @@ def line(first_s: float, per_row_s: float) -> Curve:
 
 def test_a_curve_is_a_line_between_points_and_goes_on_behind_the_last():
     curve = Curve.of([(1, 1.0), (4, 4.0), (8, 6.0)])
-    assert curve(np.array([1, 2, 4, 6, 8, 12])).tolist() == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+    assert [curve(size) for size in (0, 1, 2, 4, 6, 8, 12)] == [1.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+    assert [Curve((4,), (2.0,))(size) for size in (1, 4, 9)] == [2.0] * 3
 
 
 def test_more_rows_are_never_modelled_as_faster():
@@ -56,7 +57,22 @@ def test_the_slope_is_the_median_of_medians_and_ignores_sizes_seen_rarely():
         cost.observe(40, 4, 99.0, 0.0)
     cost.observe(10, 2, 0.020, 0.0)
     assert cost.slope == pytest.approx(0.002)
-    assert cost.step_s(np.array([10]), 9)[0] == pytest.approx(0.010 + 0.020)
+    assert cost.step_s(10, 1, 9)[0] == pytest.approx(0.010 + 0.020)
+
+
+def test_the_slope_forgets_the_oldest_steps(monkeypatch):
+    """The medians are kept up step by step; they are those of the last steps all the same."""
+    monkeypatch.setattr("engine.spec_costs.RESIDUALS", 60)
+    monkeypatch.setattr("engine.spec_costs.SLOPE_INTERVAL", 1)
+    cost, rng, steps = CostModel(line(0.01, 0.001), FREE), random.Random(5), []
+    for _ in range(300):
+        rows, extra = rng.choice([1, 2, 5]), rng.choice([0.0, 0.001, rng.random()])
+        cost.observe(rows, 1, cost.step_s(rows, 1, 1)[0] - cost.slope * rows - cost.sampler_s(1) + extra, 0.0)
+        steps = [*steps, (rows, extra / rows)][-60:]
+        own = [[residual for size, residual in steps if size == rows] for rows in (1, 2, 5)]
+        medians = [np.median(residuals) for residuals in own if len(residuals) >= 10]
+        if len(steps) >= 10:
+            assert cost.slope == pytest.approx(np.median(medians) if medians else 0.0)
 
 
 def test_the_slope_is_never_negative():
@@ -86,7 +102,7 @@ def test_measuring_covers_the_largest_step_and_leaves_the_runner_usable():
     now = iter(np.arange(0, 1e4, 0.001))
     runner = FakeRunner(LIMITS)
     cost = measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=100.0)
-    assert cost.step_s(np.array([24]), 4)[0] == pytest.approx(0.001)
+    assert cost.step_s(24, 1, 4)[0] == pytest.approx(0.001)
     rows = {sum(len(piece.token_ids) for piece in batch.slices) for batch in runner.batches}
     assert rows == {1, 2, 4, 8, 16, 24}
     assert {batch.kind for batch in runner.batches} == {StepKind.VERIFY}
@@ -106,7 +122,7 @@ def test_a_curve_by_the_thread_s_own_time_does_not_see_neighbours():
     runner.run = lambda batch: (run(batch), spent.append(spent.pop() + 0.001 * batch.num_tokens))[0]
     runner.draft = lambda slices: (draft(slices), spent.append(spent.pop() + 0.002 * len(slices)))[0]
     cost = measure(runner, 5, PLACES, clock=lambda: rng.random(), timer=lambda: spent[0])
-    assert cost.step_s(np.array([1, 6, 24]), 4) == pytest.approx([0.001, 0.006, 0.024])
+    assert [cost.step_s(rows, 1, 4)[0] for rows in (1, 6, 24)] == pytest.approx([0.001, 0.006, 0.024])
     assert cost.draft_s(3) == pytest.approx(0.006)
     assert step_timer("compiled") is time.thread_time
     assert step_timer("eager") is step_timer("graphs") is time.perf_counter
@@ -147,8 +163,9 @@ def test_the_budget_is_the_best_of_all(seed, num, cost):
     one = policy(line(0.01, cost), drafts=line(0.001, 0.0002), max_drafts=4)
     ranked = sorted((rate for row, room in zip(rates, rooms, strict=True) for rate in row[:room]), reverse=True)
     draft_s = one.cost.draft_s(num)
-    plain = num / one.cost.step_s(np.array([num]), num)[0]
-    speeds = [(num + sum(ranked[:k])) / (one.cost.step_s(np.array([num + k]), num)[0] + draft_s) for k in range(len(ranked) + 1)]
+    step_s = one.cost.step_s(num, len(ranked) + 1, num)
+    plain = num / step_s[0]
+    speeds = [(num + sum(ranked[:k])) / (step_s[k] + draft_s) for k in range(len(ranked) + 1)]
     budget = one.budget(rates, rooms)
     if max(speeds) <= plain:
         assert budget == 0
@@ -247,7 +264,7 @@ def test_a_draft_is_included_whatever_stands_behind_it():
 
 
 def test_rates_are_products_of_calibrated_confidences():
-    confidence, temperatures = torch.tensor([[0.0, 2.0, 1000.0]]), torch.tensor([1.0, 2.0, 1.0])
+    confidence, temperatures = [[0.0, 2.0, 1000.0]], [1.0, 2.0, 1.0]
     [rates] = survival_rates(confidence, temperatures)
     assert rates == pytest.approx([0.5, 0.5 * 0.7310586, 0.5 * 0.7310586])
 

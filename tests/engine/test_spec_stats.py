@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from engine.errors import ConfigError
 from engine.request import SamplingParams
@@ -42,7 +41,7 @@ def test_the_calibration_error_is_the_mean_gap():
 def test_nothing_counts_behind_a_refused_draft():
     recorder = DraftRecorder()
     seqs = [sequence(i, [], seeded=False) for i in range(3)]
-    recorder.on_draft(seqs, torch.tensor([[1.0, 2.0, 3.0]] * 3))
+    recorder.on_draft(seqs, [[1.0, 2.0, 3.0]] * 3)
     recorder.on_verified(seqs, [3, 2, 0], [1, 2, 0])
     report = recorder.report()
     assert (report.rounds, report.drafted, report.accepted) == (2, 5, 3)

@@ -68,13 +68,13 @@ def test_the_engine_drafts_the_stored_blocks(vectors):
     engine.drafter.policy = DraftOnly()
     drafted, plain = {}, engine.runner.draft
 
-    def draft(slices, choose=None):
-        output = plain(slices, choose)
+    def draft(slices):
+        output = plain(slices)
         for piece, ids, confidence, logits in zip(slices, output.token_ids, output.confidence, output.logits, strict=True):
             drafted[piece.state_slot, piece.position] = ids, confidence, logits
-        return output
+        return output.token_ids.tolist(), output.confidence.tolist()
 
-    engine.runner.draft = draft
+    engine.runner.draft_greedy = draft
     for number, ids in enumerate(PROMPTS):
         drafted.clear()
         stored = vectors[f"p{number}.gen_tokens"].tolist()
@@ -106,14 +106,14 @@ def test_hits_in_the_host_cache_and_drafts_do_not_disturb_each_other(vectors):
     seen = []
     for spec in (False, True):
         engine = make_engine(hicache=hicache, yoco_mode="compact", yoco_keep_tokens=28, spec=spec, enable_mtp_varlen=False)
-        drafts, plain = [], engine.runner.draft
-        engine.runner.draft = lambda slices, choose, plain=plain, drafts=drafts: drafts.append(plain(slices, choose)) or drafts[-1]
+        drafts, plain = [], engine.runner.draft_greedy
+        engine.runner.draft_greedy = lambda slices, plain=plain, drafts=drafts: drafts.append(plain(slices)) or drafts[-1]
         tokens = [generate(engine, [PROMPTS[3]]) for _ in range(2)]
         assert tokens[0] == tokens[1]
         half = len(drafts) // 2
         assert (half > 2) == spec
         # The draft windows behind a hit come from the recomputed tokens alone.
-        assert [d.token_ids.tolist() for d in drafts[:half]] == [d.token_ids.tolist() for d in drafts[half:]]
+        assert [ids for ids, _ in drafts[:half]] == [ids for ids, _ in drafts[half:]]
         seen.append((tokens, engine.stats()["tokens"]["cached_total"], engine.stats()["prefix_cache"]["hit_tokens_total"]))
     assert seen[0] == seen[1]
 

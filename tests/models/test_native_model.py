@@ -154,6 +154,45 @@ def test_drafts_equal_the_eager_path(plain):
         assert (eager.confidence - native.confidence).abs().max() <= EXACT
 
 
+def test_greedy_drafts_are_those_of_the_tensors(plain):
+    slices = [DraftSlice(9, 129, 1), DraftSlice(3, 64, 2, 10), DraftSlice(4, 2, 3)]
+    for runner in plain:
+        for slot, length in ((1, 130), (2, 65), (3, 3)):
+            prefill(Seq(runner, PROMPTS[2], slot), [length])
+        output = runner.draft(slices)
+        assert runner.draft_greedy(slices) == (output.token_ids.tolist(), output.confidence.tolist())
+
+
+def test_a_greedy_step_gives_the_largest_logits_and_no_more(plain):
+    eager, native = plain
+    assert isinstance(eager.run_greedy(Batch(StepKind.PREFILL, [Seq(eager, PROMPTS[2], 1).slice(9)])), torch.Tensor)
+    for rows, count in ((LogitRows.LAST, 2), (LogitRows.ALL, 12), (LogitRows.NONE, 0)):
+        batch = Batch(StepKind.PREFILL, [Seq(native, PROMPTS[n], n + 1).slice(6, rows) for n in (1, 2)])
+        logits, largest = native.run(batch), native.run_greedy(batch)
+        assert len(largest) == count
+        assert largest.ids == logits.argmax(-1).tolist()
+        assert largest.values == logits.amax(-1).tolist()
+        assert not largest.errors
+
+
+def test_a_greedy_step_leaves_out_ids_without_a_token_and_shows_invalid_logits(plain):
+    native, ids = plain[1], PROMPTS[2][:9]
+    batch = Batch(StepKind.PREFILL, [Seq(native, ids, 1).slice(9, LogitRows.ALL)])
+    few = 77  # a part of a vector at the end
+    largest = native.native.model.step_greedy(batch, native._truncation, few)
+    assert largest.ids == native.run(batch)[:, :few].argmax(-1).tolist()
+    kept = native.backbone.embed[ids[-1]].clone()
+    native.backbone.embed[ids[-1]] = float("nan")
+    try:
+        broken = native.run_greedy(batch)
+    finally:
+        native.backbone.embed[ids[-1]] = kept
+    last = [i for i, token in enumerate(ids) if token == ids[-1]]
+    assert set(last) <= set(broken.errors)
+    assert broken.ids[last[0]] == 0
+    assert "largest value nan" in broken.errors[last[0]]
+
+
 @pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 8, "o_groups": 4, "index_n_heads": 12, "moe_intermediate_size": 96}])
 def test_other_sizes_and_restricted_candidates_equal_the_eager_path(tmp_path, changes):
     """Random weights: head counts that do not fill a vector, and a context that leaves only some blocks as candidates."""
