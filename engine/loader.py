@@ -78,27 +78,21 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-class Checkpoint:
-    """A checked checkpoint directory. `unread` names the text parameters that nobody took yet."""
+class _TakenOnce:
+    """The text parameters of a model, each of which is taken once. `unread` names those that nobody took yet."""
 
-    def __init__(self, config: ModelConfig, entries: dict[str, _Entry], on_progress: Progress | None = None) -> None:
+    def __init__(self, config: ModelConfig, on_progress: Progress | None) -> None:
         self._quantized = config.quantized
-        self._entries = entries
         self._parameters = {p.name: p for p in parameters(config) if not p.vision}
         self.unread = set(self._parameters)
-        self._files: dict[Path, Any] = {}
         self._on_progress = on_progress
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         values, scale = self.stored(name)
         return values.to(dtype) if scale is None else _DECODE[self._parameters[name].storage](values, scale, dtype)
-
-    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
-        values, *scale = (self._read(t.name) for t in stored_tensors(self._take(name), self._quantized))
-        return values, scale[0].view(torch.uint8) if scale else None
-
-    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self.stored(name)
 
     def skip(self, names: Iterable[str]) -> None:
         for name in names:
@@ -111,6 +105,22 @@ class Checkpoint:
             self._on_progress("weights", 1 - len(self.unread) / len(self._parameters))
         return self._parameters[name]
 
+
+class Checkpoint(_TakenOnce):
+    """A `WeightSource` of a checked checkpoint directory."""
+
+    def __init__(self, config: ModelConfig, entries: dict[str, _Entry], on_progress: Progress | None = None) -> None:
+        super().__init__(config, on_progress)
+        self._entries = entries
+        self._files: dict[Path, Any] = {}
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
+        values, *scale = (self._read(t.name) for t in stored_tensors(self._take(name), self._quantized))
+        return values, scale[0].view(torch.uint8) if scale else None
+
+    def table(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self.stored(name)
+
     def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
         if entry.file not in self._files:
@@ -118,19 +128,12 @@ class Checkpoint:
         return self._files[entry.file].get_tensor(entry.key)
 
 
-class RandomWeights:
+class RandomWeights(_TakenOnce):
     """A `WeightSource` without files, drawn on the device. The values depend on the seed, the parameter's name and the kind of device."""
 
     def __init__(self, config: ModelConfig, seed: int, on_progress: Progress | None = None, device: str = "cpu") -> None:
-        self._parameters = {p.name: p for p in parameters(config) if not p.vision}
-        self._quantized = config.quantized
-        self.unread = set(self._parameters)
+        super().__init__(config, on_progress)
         self._seed, self._device = seed, device
-        self._on_progress = on_progress
-
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        values, scale = self.stored(name)
-        return values.to(dtype) if scale is None else _DECODE[self._parameters[name].storage](values, scale, dtype)
 
     def stored(self, name: str) -> tuple[Tensor, Tensor | None]:
         parameter = self._take(name)
@@ -155,17 +158,6 @@ class RandomWeights:
             else:
                 values[part], scale[part] = encode_table_rows(piece)
         return values, scale
-
-    def skip(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._take(name)
-
-    def _take(self, name: str) -> Parameter:
-        assert name in self.unread, f"{name} is unknown or was read before"
-        self.unread.remove(name)
-        if self._on_progress is not None:
-            self._on_progress("weights", 1 - len(self.unread) / len(self._parameters))
-        return self._parameters[name]
 
 
 _DECODE: dict[Storage, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
