@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,31 +48,86 @@ def test_every_data_file_matches_a_listed_pattern() -> None:
     assert missing == []
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(600)
-def test_an_installed_wheel_generates_text_far_from_the_checkout(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with nothing but what the wheel holds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "engine/models/tiny_checkpoint/model.safetensors" in names
     assert "csrc/kernels/page_copy.cu" in names
     assert "deepinfer_cli/recipes/smoke.toml" in names
     assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(site), str(wheel)]
-    subprocess.run(install, check=True, cwd=tmp_path)
-    # The target comes before the editable checkout on the path, and nothing of the checkout is imported.
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(folder / "site"), str(wheel)]
+    subprocess.run(install, check=True, cwd=folder)
+    return folder / "site"
+
+
+def dix(site: Path, home: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of the wheel's `dix`. It comes before an editable checkout on the path: nothing of that is imported."""
     program = f"""
 import sys
 sys.path.insert(0, {str(site)!r})
-import engine
-assert engine.__file__.startswith({str(site)!r}), engine.__file__
-sys.argv = ["dix", "chat", "tiny", "--temperature", "0", "--once", "What is 23 + 45?"]
+import engine, server
+for package in (engine, server):
+    assert package.__file__.startswith({str(site)!r}), package.__file__
+sys.argv = ["dix", *{list(arguments)!r}]
 from deepinfer_cli.main import run
-sys.exit(run())
+run()
 """
-    env = {"PATH": "/usr/bin:/bin", "DIX_HOME": str(tmp_path / "home"), "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    env = {"PATH": "/usr/bin:/bin", "DIX_HOME": str(home), "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    return [sys.executable, "-P", "-c", program], env
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_an_installed_wheel_generates_text_far_from_the_checkout(site: Path, tmp_path: Path) -> None:
+    command, env = dix(site, tmp_path / "home", "chat", "tiny", "--temperature", "0", "--once", "What is 23 + 45?")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "23 + 45 = 68." in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_an_installed_wheel_serves_the_embedded_model(site: Path, tmp_path: Path) -> None:
+    """In the foreground, as `dix serve tiny` is typed: page, answer, cache proof by its own command, Ctrl-C, nothing left."""
+    home = tmp_path / "home"
+    command, env = dix(site, home, "serve", "tiny", "--port", "0")
+    with (tmp_path / "out").open("w") as out:
+        server = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=out, start_new_session=True)
+    try:
+        url = _ready_url(server, home, tmp_path / "out")
+        assert "<html" in httpx.get(url, timeout=30).text
+        body = {"messages": [{"role": "user", "content": "What is 23 + 45?"}], "temperature": 0, "thinking": {"type": "disabled"}}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
+        assert answer["choices"][0]["message"]["content"] == "23 + 45 = 68."
+        command, env = dix(site, home, "check-cache", "--turns", "2")
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        children = psutil.Process(server.pid).children(recursive=True)
+        # The front and the rank run the wheel's code; the guard beside them has no variables and needs none.
+        assert sum(process.environ().get("PYTHONPATH") == str(site) for process in children) >= 2
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait(60) in (0, 130)
+        assert psutil.wait_procs(children, timeout=15)[1] == []
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def _ready_url(server: subprocess.Popen[bytes], home: Path, out: Path) -> str:
+    """The address of the server once it says that it is ready."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert server.poll() is None, out.read_text()
+        for file in home.rglob("state.json"):
+            state = json.loads(file.read_text())
+            if state["state"] == "ready":
+                return f"http://127.0.0.1:{state['port']}"
+        time.sleep(0.2)
+    raise AssertionError(f"not ready: {out.read_text()}")
