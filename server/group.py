@@ -17,13 +17,15 @@ from server.heartbeat import HeartbeatFile
 from server.launch import Launch
 from server.logs import tail
 from server.processes import Child, end_groups, launch_gpus, reap_orphans, spawn
-from server.state import ProcessRecord
+from server.state import ProcessRecord, wants_to_run
 
 TERM_PATIENCE_S = 10.0
 START_S = 60.0  # until a process has loaded the code that beats, on a busy machine
 CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 STACK_DUMP_S = 1.0
 ECHO_PATIENCE_S = 1.0  # a killed process is seen dead once its memory is gone, which peers notice earlier
+FROZEN_S = 5.0  # the supervisor looks several times a second
+AWAKE_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class ProcessGroup:
         self._reports: list[LineReader] = []
         self._fatal: dict[int, dict[str, Any]] = {}
         self._echo_since_s: float | None = None
+        self._looked_s = time.monotonic()
+        self._awake_since_s = float("-inf")
         self.left_on_gpus: list[GpuProcess] = []
 
     def start_front(self) -> None:
@@ -155,11 +159,26 @@ class ProcessGroup:
         return None
 
     def _hang(self) -> Failure | None:
+        """A process that cannot beat because others have the processor is starved, not stopped: what its loop may take still bounds it."""
+        if self._slept():
+            return None
         for child in self.children:
             slot = self.launch.local_ranks if child.role == "front" else child.rank
-            if complaint := self.heartbeats.read(slot).complaint:
+            beat = self.heartbeats.read(slot)
+            complaint = beat.complaint
+            if complaint and beat.silent and wants_to_run(child.pid):
+                complaint = beat.loop_complaint
+            if complaint:
                 return Failure("hang", child.rank, f"{child.name} hangs: {complaint}")
         return None
+
+    def _slept(self) -> bool:
+        """This process stood still, as all do in a frozen container or a machine that was suspended: the others may beat first."""
+        now = time.monotonic()
+        if now - self._looked_s > FROZEN_S:
+            self._awake_since_s = now
+        self._looked_s = now
+        return now - self._awake_since_s < AWAKE_PATIENCE_S
 
     def _is_echo(self, rank: int) -> bool:
         return bool(self._fatal.get(rank, {}).get("echo"))

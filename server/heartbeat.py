@@ -32,8 +32,17 @@ class Beat:
     @property
     def complaint(self) -> str:
         """Why this rank must be taken for hung, or "" while it is fine."""
-        if self.process_age_s > PROCESS_DEAD_S:
+        if self.silent:
             return f"the process has not run for {self.process_age_s:.0f} s"
+        return self.loop_complaint
+
+    @property
+    def silent(self) -> bool:
+        """The process is stopped, unless it only waits for a processor: see `server.state.wants_to_run`."""
+        return self.process_age_s > PROCESS_DEAD_S
+
+    @property
+    def loop_complaint(self) -> str:
         if self.loop_age_s > self.limit_s:
             return f"the step loop has not ticked for {self.loop_age_s:.0f} s (limit {self.limit_s:.0f} s)"
         return ""

@@ -95,6 +95,15 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
+def wants_to_run(pid: int) -> bool:
+    """Whether a thread of the process computes, or would if a processor or a disk were free. False for a stopped or a waiting process."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # threads end at any time
+            if stat.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
+                return True
+    return False
+
+
 def servers_dir(state_dir: Path) -> Path:
     return state_dir / "servers"
 
