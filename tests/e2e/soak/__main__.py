@@ -167,6 +167,8 @@ class Soak:
 
     def _end(self, server: Server, live: Live) -> None:
         """Nothing runs any more: what is not back is a leak. Then the server goes, and nothing of it may stay."""
+        wait_until("the group serves", lambda: httpx.get(f"{server.url}/health/ready", timeout=60).status_code == 200, 900)
+        wait_until("all ranks report", lambda: all("frames" in rank["prefix_cache"] for rank in live.ranks()), 120)
         wait_until("all requests ended", lambda: not any(rank["running"] + rank["waiting"] for rank in live.ranks()), 120)
         time.sleep(3.0)
         document = server.metrics()
@@ -197,12 +199,9 @@ def _belongs(path: Path, state: dict[str, Any]) -> bool:
 
 
 def _be_gentle(process: psutil.Process) -> None:
-    """Threads that exist, and by inheritance those to come. Sessions share the processor by group, so the group becomes nicer as well."""
+    """Threads that exist, and by inheritance those to come."""
     for thread in process.threads():
         os.setpriority(os.PRIO_PROCESS, thread.id, 19)
-    group = Path(f"/proc/{process.pid}/autogroup")
-    if group.exists():
-        group.write_text("5")
 
 
 def report(out: Path) -> Verdict:
