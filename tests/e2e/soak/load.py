@@ -115,7 +115,7 @@ class Load:
                 response = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
                 body |= {"response_format": response, "max_tokens": 400, "messages": _question("What about Rome?")}
             case "long":
-                body["messages"] = self._messages(draw, draw.choice((1500, 3000, 5000)))
+                body["messages"] = self._messages(draw, draw.choice((1500, 3000, 4200)))
             case "talk":
                 body |= {"messages": self._turn(draw), "session_id": f"talk-{draw.randrange(6)}"}
             case "choices":
