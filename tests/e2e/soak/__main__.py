@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import psutil
 
+from server.launch import segment_name
 from tests.e2e.cache_live import Live, leaks
 from tests.e2e.conftest import Dix, Server, alive, kill, start, wait_until
 from tests.e2e.soak.figure import draw
@@ -183,19 +184,12 @@ class Soak:
         if stopped.returncode:
             found.append(f"dix stop: {stopped.stderr}")
         wait_until("processes end", lambda: not alive(processes), 30)
-        found += [f"left behind: {path}" for path in SHARED_MEMORY.glob("dix-*") if _belongs(path, state)]
+        found += [f"left behind: {path}" for path in SHARED_MEMORY.glob(f"{segment_name(state['server_dir'])}*")]
         found += [f"left behind: {path}" for path in [Path(state["runtime_dir"])] if path.exists()]
         minutes = round(self.elapsed_s / 60, 1)
         counters = {"requests": requests, "watchdog": document["watchdog"], "totals": document["totals"]}
         end = {"minutes": minutes, "cpu_share": round(cpu_s / self.elapsed_s, 3), "leaks": found, "counters": counters}
         (self.out / "end.json").write_text(json.dumps(end, indent=1))
-
-
-def _belongs(path: Path, state: dict[str, Any]) -> bool:
-    try:
-        return state["server_dir"].encode() in path.read_bytes()[:4096]
-    except OSError:
-        return False
 
 
 def _be_gentle(process: psutil.Process) -> None:

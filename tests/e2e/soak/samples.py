@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from server.launch import segment_name
 from tests.e2e.conftest import Dix
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -92,7 +93,8 @@ class Sampler:
         return found
 
     def host(self) -> HostSample:
-        shm = [path.stat().st_size for path in SHARED_MEMORY.glob("dix-*")]
+        mine = segment_name(self._dix.state(self._name)["server_dir"])
+        shm = [path.stat().st_size for path in SHARED_MEMORY.glob(f"{mine}*")]
         home = list(_sizes(self._dix.home))
         return HostSample(self._now(), len(shm), sum(shm), len(home), sum(home))
 
