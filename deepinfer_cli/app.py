@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from typer.main import get_command
 
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.lazy import CONTEXT, Lazy, LazyGroup
-from hicache.errors import DixError
+from hicache.errors import DixError, machine_error
 
 HERE = "deepinfer_cli.commands"
 COMMANDS = {
@@ -108,12 +109,8 @@ def explain(error: Exception, arguments: list[str]) -> int:
         message = str(error)
     elif hasattr(error, "format_message"):
         message, hint, code = str(error.format_message()).rstrip("."), _usage_hint(error, arguments), ExitCode.USAGE
-    elif isinstance(error, OSError) and error.errno in (28, 122):
-        message, hint, code = (
-            f"no space left: {error.filename or 'the disk'} is full",
-            "free some space; what was measured so far is kept",
-            ExitCode.MACHINE,
-        )
+    elif (refusal := machine_error(error)) is not None:
+        message, hint, code = str(refusal), refusal.hint, ExitCode.MACHINE
     else:
         message, hint, code = f"this is a bug: {type(error).__name__}: {error}", f"traceback: {_keep_traceback(error)}", ExitCode.BUG
     _print_failure(error, message, hint, int(code or ExitCode.BUG), arguments)
@@ -125,8 +122,9 @@ def _print_failure(error: Exception, message: str, hint: str, code: int, argumen
 
     color = False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None
     ui = Ui(UiOptions(color=color), os.environ)
-    if "--json" in arguments:
-        ui.document("dix.error/1", {"code": code, "message": message, "hint": hint or None})
+    with contextlib.suppress(OSError):  # stdout may be what failed; the line below and the exit code remain
+        if "--json" in arguments:
+            ui.document("dix.error/1", {"code": code, "message": message, "hint": hint or None})
     ui.error(message, hint)
     if any(a in ("-v", "-vv", "--verbose") for a in arguments):
         cause = error.__cause__ or error.__context__

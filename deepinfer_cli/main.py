@@ -8,8 +8,20 @@ import sys
 PAGE = os.path.join(os.path.dirname(__file__), "help.txt")
 
 
+def fill_standard_streams() -> None:
+    """A caller may have closed any of the three, as services and `<&-` do: the null device takes its place, before a file of ours does."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115
+
+
 def run() -> None:
     """Exit with the command's code."""
+    fill_standard_streams()
     if sys.argv[1:] in (["--help"], ["-h"]) and "_DIX_COMPLETE" not in os.environ:
         try:
             with open(PAGE, encoding="utf-8") as page:

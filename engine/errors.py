@@ -1,8 +1,8 @@
 """Failures of the engine that a user can cause or repair."""
 
-from hicache.errors import ConfigError, DixError, MachineError
+from hicache.errors import ConfigError, DixError, MachineError, machine_error
 
-__all__ = ["CheckpointError", "ConfigError", "DixError", "MachineError", "NotEnoughMemory", "RequestError"]
+__all__ = ["CheckpointError", "ConfigError", "DixError", "MachineError", "NotEnoughMemory", "RequestError", "machine_error"]
 
 
 class CheckpointError(DixError):

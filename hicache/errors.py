@@ -1,5 +1,27 @@
 """The base of every failure that a user can cause or repair, and hicache's own failures."""
 
+import errno
+
+DENIED = "check its owner and mode, or set DIX_HOME to a directory of your own"
+FULL = "free some space; what was written before is kept"
+# What the machine refuses is no bug of ours.
+REMEDIES = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EFBIG: "the size of files is limited here: ulimit -f",
+    errno.EACCES: DENIED,
+    errno.EPERM: DENIED,
+    errno.EROFS: DENIED,
+    errno.ENOTDIR: DENIED,
+    errno.ENAMETOOLONG: "set DIX_HOME to a shorter path",
+    errno.ELOOP: "a symbolic link points to itself",
+    errno.EMFILE: "raise the limit of open files: ulimit -n",
+    errno.ENFILE: "the machine has no open files left",
+    errno.ENOMEM: "free some memory",
+    errno.EAGAIN: "the number of processes is limited here: ulimit -u",
+    errno.EIO: "a device or the terminal failed",
+}
+
 
 class DixError(Exception):
     """A failure with a remedy. The command line prints `error: <message>` and ` hint: <hint>`.
@@ -25,3 +47,12 @@ class MachineError(DixError):
     """The machine lacks memory, disk, a driver, a compiler or a port."""
 
     exit_code = 3
+
+
+def machine_error(error: BaseException) -> MachineError | None:
+    """What the operating system refused, with its remedy; None for any other failure. The message names the file."""
+    if isinstance(error, MemoryError):
+        return MachineError("not enough memory", hint="free some, or raise the limit: ulimit -v")
+    if not isinstance(error, OSError) or error.errno not in REMEDIES:
+        return None
+    return MachineError(f"{error.filename or 'this machine'}: {error.strerror}", hint=REMEDIES[error.errno])

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server import parent_death
-from server.launch import Launch, load_launch
 
 
-def enter(program: str, numbers: Sequence[str], arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
+def enter(program: str, numbers: Sequence[str], arguments: list[str]) -> argparse.Namespace:
     """The first call of the front and of every rank: the path of a launch file, --parent, and an integer option for each of `numbers`.
 
     SIGUSR1 writes the stacks of all threads to standard error; the supervisor asks for them before it kills a process that hangs.
@@ -27,4 +26,4 @@ def enter(program: str, numbers: Sequence[str], arguments: list[str]) -> tuple[a
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in (signal.SIGINT, signal.SIGHUP):  # a Ctrl-C reaches the whole group; the supervisor alone decides what it means
         signal.signal(number, signal.SIG_IGN)
-    return options, load_launch(options.launch)
+    return options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import ConfigError, DixError, MachineError
+from engine.errors import ConfigError, DixError, MachineError, machine_error
 
 __all__ = [
     "ApiError",
@@ -14,6 +14,7 @@ __all__ = [
     "ServerFailed",
     "ServerUnreachable",
     "Unavailable",
+    "machine_error",
 ]
 
 

@@ -19,9 +19,9 @@ import zmq
 from engine.process_env import prepare_process, resolve_threads
 from engine.request import FinishReason, Output, Request, SamplingParams
 from server import child, protocol
-from server.errors import DixError
+from server.errors import DixError, machine_error
 from server.heartbeat import HeartbeatFile, start_process_thread
-from server.launch import Launch, resolve
+from server.launch import Launch, load_launch, resolve
 from server.logs import open_log
 
 IDLE_WAIT_MS = 20
@@ -334,10 +334,11 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    options, launch = child.enter("server.rank", ("rank", "generation", "report"), arguments)
+    options = child.enter("server.rank", ("rank", "generation", "report"), arguments)
     report = Report(options.report)
-    open_log(launch.log_dir, f"rank-{options.rank}", launch.server.log_level)
     try:
+        launch = load_launch(options.launch)
+        open_log(launch.log_dir, f"rank-{options.rank}", launch.server.log_level)
         serve(launch, options.rank, options.generation, report)
     except DixError as error:
         log.error("%s", error)
@@ -347,8 +348,11 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     except Exception as error:
         log.exception("rank %d failed", options.rank)
-        report("fatal", message=f"{type(error).__name__}: {error}", hint="", exit_code=4)
-        return 4
+        refusal = machine_error(error)
+        message, hint = (str(refusal), refusal.hint) if refusal else (f"{type(error).__name__}: {error}", "")
+        code = refusal.exit_code if refusal else 4
+        report("fatal", message=message, hint=hint, exit_code=code)
+        return code
     return 0
 
 
