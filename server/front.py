@@ -19,6 +19,7 @@ from hicache.config import HiCacheConfig
 from hicache.keys import KeySpace
 from server import child
 from server.app import create_app
+from server.channel import send_line
 from server.connection import Connection
 from server.errors import DixError, Unavailable
 from server.front_state import Front
@@ -210,12 +211,17 @@ def _exit_on_bug(task: asyncio.Task[None]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    options, launch = child.enter("server.front", ("control", "listener"), arguments)
-    open_log(launch.log_dir, "front", launch.server.log_level)
+    options = child.enter("server.front", ("control", "listener"), arguments)
     control = socket.socket(fileno=options.control)
     listener = socket.socket(fileno=options.listener)
     for inherited in (control, listener):
         inherited.set_inheritable(False)
+    try:
+        launch = load_launch(options.launch)
+    except DixError as error:
+        send_line(control, {"event": "fatal", "message": str(error), "hint": error.hint, "exit_code": error.exit_code})
+        sys.exit(error.exit_code)
+    open_log(launch.log_dir, "front", launch.server.log_level)
     uvloop.run(run(launch, control, listener))
 
 

@@ -100,6 +100,17 @@ class ProcessGroup:
             self.ranks.append(child)
             self._reports.append(LineReader(read_end))
 
+    def restore_files(self) -> bool:
+        """Before ranks start again: make what a logout, a cleaner or a person removed from the server's directories. True when sockets were
+        gone; the front then has to start again, since nobody can reach the one that it listens on.
+        """
+        lost = not self.launch.heartbeat_path.exists() or not self.launch.socket_path.exists()
+        self.launch.prepare()
+        if lost:
+            self.kill_front()
+            self.heartbeats = HeartbeatFile(self.launch.heartbeat_path, slots=self.launch.local_ranks + 1)
+        return lost
+
     @property
     def descriptors(self) -> list[int]:
         readers = [*self._reports, *([self._control_lines] if self._control_lines else [])]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,16 @@ from server.config import ServerConfig
 from server.errors import ConfigError
 from server.hosts import Hosts
 
-MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
+MAX_SOCKET_PATH = 100  # bytes; sun_path holds 108
 SHARED_MEMORY, SEGMENT_PREFIX = Path("/dev/shm"), "dix-"
 BOOT_VARIABLE = "_DIX_BOOT_UUID"
+
+
+def installed_version() -> str:
+    try:
+        return importlib.metadata.version("dix")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class Launch:
     runtime_dir: str
     engine_factory: str = ""
     hosts: Hosts | None = None
+    version: str = field(default_factory=installed_version)
 
     @property
     def local_ranks(self) -> int:
@@ -60,8 +69,12 @@ class Launch:
         return Path(self.runtime_dir) / self.boot_uuid[:8]
 
     @property
+    def socket_path(self) -> Path:
+        return self.boot_dir / "ranks"
+
+    @property
     def socket_address(self) -> str:
-        return f"ipc://{self.boot_dir / 'ranks'}"
+        return f"ipc://{self.socket_path}"
 
     @property
     def heartbeat_path(self) -> Path:
@@ -88,9 +101,11 @@ class Launch:
         Raises:
             ConfigError: the socket path would be too long for the kernel.
         """
-        if len(str(self.boot_dir / "ranks")) > MAX_SOCKET_PATH:
+        length = len(os.fsencode(self.socket_path))
+        if length > MAX_SOCKET_PATH:
             raise ConfigError(
-                f"runtime directory {self.runtime_dir!r} is too long for a Unix socket", hint="set XDG_RUNTIME_DIR to a short path"
+                f"the runtime directory {self.runtime_dir!r} is too long: a socket in it takes {length} bytes of {MAX_SOCKET_PATH}",
+                hint="set DIX_HOME to a shorter path, or without DIX_HOME set XDG_RUNTIME_DIR",
             )
         for directory in (Path(self.server_dir), self.log_dir, self.boot_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -131,7 +146,21 @@ def disk_mark(server_dir: Path) -> Path:
 
 
 def load_launch(path: Path) -> Launch:
-    return msgspec.json.decode(path.read_bytes(), type=Launch)
+    """What the supervisor wrote for its children.
+
+    Raises:
+        ConfigError: dix was replaced since the supervisor started; settings and messages of two versions do not fit together.
+    """
+    data = path.read_bytes()
+    written, found = msgspec.json.decode(data).get("version", ""), installed_version()
+    if written != found:
+        raise ConfigError(f"this server was started by dix {written}, and dix {found} is installed now", hint="dix stop, then dix start")
+    return msgspec.json.decode(data, type=Launch)
+
+
+def recorded_grace_s(path: Path) -> float:
+    """The grace of a running server, whichever version wrote it."""
+    return float(msgspec.json.decode(path.read_bytes()).get("server", {}).get("grace_s", ServerConfig().grace_s))
 
 
 def resolve(target: str) -> Callable[..., Any]:

@@ -21,9 +21,9 @@ from hicache.config import HiCacheConfig
 from server import gpu, listener
 from server.cache_files import KEPT_NAME, keep_cache, remove_cache, remove_orphans, segments
 from server.config import ServerConfig
-from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable
+from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable, machine_error
 from server.hosts import Hosts
-from server.launch import Launch, load_launch
+from server.launch import Launch, recorded_grace_s
 from server.logs import open_log, tail
 from server.processes import launch_gpus
 from server.state import Lock, ServerState, clean_leftovers, is_running, read_state, same_process, server_dir
@@ -70,7 +70,7 @@ def serve(
         ServerFailed: not ready, or a rank failed for good (`exit_code` 4, or the rank's own).
     """
     launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory, hosts)
-    return supervise(launch, state_dir, on_event, api_keys or [])
+    return supervise(launch, state_dir, on_event, api_keys or [], take_lock(launch))
 
 
 def make_launch(
@@ -101,12 +101,21 @@ def make_launch(
     )
 
 
-def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list[str]) -> int:
+def take_lock(launch: Launch) -> Lock:
+    """The right to run this server, or ConfigError. Whoever has it owns the server's directory."""
     directory = Path(launch.server_dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = Lock(directory)
-    if not lock.acquire():
-        raise ConfigError(f'a server named "{launch.name}" is running already', hint=f"dix stop {launch.name}, or choose another --name")
+    if lock.acquire():
+        return lock
+    state = read_state(directory)
+    pid = f" (pid {state.supervisor.pid})" if state is not None and is_running(state) else ""
+    raise ConfigError(f'a server named "{launch.name}" is running already{pid}', hint=f"dix stop {launch.name}, or choose another --name")
+
+
+def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list[str], lock: Lock) -> int:
+    """Run the supervisor. It owns `lock` from now on."""
+    directory = Path(launch.server_dir)
     try:
         killed = clean_leftovers(directory)
         _find_cache(directory)
@@ -198,12 +207,11 @@ def start(
     """
     launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory)
     directory = Path(launch.server_dir)
-    previous = read_state(directory)
-    if previous is not None and is_running(previous):
-        raise ConfigError(
-            f'a server named "{name}" is running already (pid {previous.supervisor.pid})', hint=f"dix stop {name}, or choose another --name"
-        )
-    process = _spawn_background(launch, state_dir, api_keys or [])
+    lock = take_lock(launch)
+    try:
+        process = _spawn_background(launch, state_dir, api_keys or [], lock)
+    finally:
+        lock.release()  # the supervisor holds it by the descriptor that it inherited
     events_path = directory / EVENTS_NAME
     limit_s = server.ready_timeout_s if ready_timeout_s is None else ready_timeout_s
     try:
@@ -213,25 +221,29 @@ def start(
         raise
 
 
-def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str]) -> subprocess.Popen[bytes]:
+def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str], lock: Lock) -> subprocess.Popen[bytes]:
     """A supervisor in a session of its own. Keys travel through a pipe: others can read command lines, and files stay behind."""
     directory = Path(launch.server_dir)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     request = directory / "start.json"
     with open(os.open(request, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(launch))
     (directory / EVENTS_NAME).write_bytes(b"")
     with (directory / "supervisor.out").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "server.launcher", str(request), str(state_dir)],
+            [sys.executable, "-P", "-m", "server.launcher", str(request), str(state_dir), str(lock.descriptor)],
+            pass_fds=(lock.descriptor,),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(api_keys).encode())
-    process.stdin.close()
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(api_keys).encode())
+        process.stdin.close()
+    except BaseException:  # Ctrl-C comes at any moment
+        _end_background(process)
+        raise
     return process
 
 
@@ -299,7 +311,7 @@ def stop(name: str, state_dir: Path, grace_s: float | None = None, *, keep_cache
         request = {"grace_s": grace_s, "keep_cache": keep_cache, "boot_uuid": state.boot_uuid}
         (directory / STOP_REQUEST_NAME).write_bytes(msgspec.json.encode(request))
     os.kill(state.supervisor.pid, signal.SIGTERM)
-    grace = grace_s if grace_s is not None else load_launch(directory / "launch.json").server.grace_s
+    grace = grace_s if grace_s is not None else recorded_grace_s(directory / "launch.json")
     deadline = time.monotonic() + grace + STOP_MARGIN_S
     while same_process(state.supervisor, state.host_boot_id) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -313,8 +325,9 @@ def stop(name: str, state_dir: Path, grace_s: float | None = None, *, keep_cache
 
 
 def background_main(arguments: list[str]) -> int:
-    """Entry point of the background supervisor: `python -m server.launcher START_FILE STATE_DIR`, keys as JSON on stdin."""
+    """Entry point of the background supervisor: `python -m server.launcher START_FILE STATE_DIR LOCK_FD`, keys as JSON on stdin."""
     request, state_dir = Path(arguments[0]), Path(arguments[1])
+    lock = Lock.adopt(request.parent, int(arguments[2]))
     api_keys = json.loads(sys.stdin.read())
     launch = msgspec.json.decode(request.read_bytes(), type=Launch)
     with (request.parent / EVENTS_NAME).open("a", buffering=1) as events:
@@ -323,10 +336,13 @@ def background_main(arguments: list[str]) -> int:
             events.write(json.dumps(event, default=str) + "\n")
 
         try:
-            return supervise(launch, state_dir, on_event, api_keys)
-        except DixError as error:
-            on_event({"event": "error", "message": str(error), "hint": error.hint, "exit_code": error.exit_code})
-            return error.exit_code
+            return supervise(launch, state_dir, on_event, api_keys, lock)
+        except (DixError, OSError, MemoryError) as error:
+            failure = error if isinstance(error, DixError) else machine_error(error)
+            if failure is None:
+                raise
+            on_event({"event": "error", "message": str(failure), "hint": failure.hint, "exit_code": failure.exit_code})
+            return failure.exit_code
 
 
 if __name__ == "__main__":

@@ -123,10 +123,10 @@ def write_state(directory: Path, state: ServerState) -> None:
 
 
 def read_state(directory: Path) -> ServerState | None:
-    """The recorded state, alive or not; None when there is none or it was written by another version."""
+    """The recorded state, alive or not; None when there is none, it was written by another version, or it belongs to another user."""
     try:
         return msgspec.json.decode((directory / STATE_NAME).read_bytes(), type=ServerState)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 
@@ -141,11 +141,26 @@ def list_servers(state_dir: Path) -> list[ServerState]:
 
 
 class Lock:
-    """An exclusive flock that lives as long as the supervisor. Children do not inherit it."""
+    """An exclusive flock that lives as long as the supervisor. `dix start` takes it and hands it down, so two starts never meet; children
+    of the supervisor do not inherit it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "lock"
         self._file: IO[bytes] | None = None
+
+    @classmethod
+    def adopt(cls, directory: Path, descriptor: int) -> Lock:
+        """The lock that the parent process took."""
+        os.set_inheritable(descriptor, False)
+        lock = cls(directory)
+        lock._file = open(descriptor, "r+b")  # noqa: SIM115
+        return lock
+
+    @property
+    def descriptor(self) -> int:
+        assert self._file is not None, "the lock is not held"
+        return self._file.fileno()
 
     def acquire(self) -> bool:
         file = open(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")  # noqa: SIM115
@@ -181,7 +196,7 @@ def clean_leftovers(directory: Path) -> list[ProcessRecord]:
         any(start_time(record.pid) == record.start_time and not is_zombie(record.pid) for record in killed) and time.monotonic() < deadline
     ):
         time.sleep(0.02)
-    remove_boot_dir(Path(state.runtime_dir))
+    remove_boot_dir(Path(state.runtime_dir), state.boot_uuid)
     (directory / STATE_NAME).unlink(missing_ok=True)
     return killed
 
@@ -191,9 +206,11 @@ def _kill_group(record: ProcessRecord) -> None:
         os.killpg(record.group, signal.SIGKILL)
 
 
-def remove_boot_dir(path: Path) -> None:
-    """Remove the sockets and shared files of one boot; they are plain files in one directory."""
-    if not path.is_dir():
+def remove_boot_dir(path: Path, boot_uuid: str) -> None:
+    """Remove the sockets and shared files of one boot; they are plain files in one directory, which is named after it. A path from a state
+    file that is named otherwise is not ours to empty.
+    """
+    if not boot_uuid or path.name != boot_uuid[:8] or not path.is_dir():
         return
     for entry in path.iterdir():
         entry.unlink(missing_ok=True)

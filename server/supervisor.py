@@ -26,6 +26,7 @@ from server.state import STATE_NAME, ServerState, host_boot_id, record_self, rem
 
 POLL_S = 0.2
 FRONT_EXIT_S = 5.0
+RECORD_AGAIN_S = 2.0
 STOP_REQUEST_NAME = "stop.json"
 log = logging.getLogger("supervisor")
 
@@ -86,6 +87,7 @@ class Supervisor:
         self.started_s = time.monotonic()
         self._phase_since_s = self.started_s
         self._restart_at_s: float | None = None
+        self._record_again_s: float | None = None
         self._ready_ranks: set[int] = set()
         self._serving = False
         self._drained = False
@@ -123,7 +125,7 @@ class Supervisor:
             return self._watch(signals)
         finally:
             self.group.close()
-            remove_boot_dir(self.launch.boot_dir)
+            remove_boot_dir(self.launch.boot_dir, self.launch.boot_uuid)
             (Path(self.launch.server_dir) / STATE_NAME).unlink(missing_ok=True)
             signals.restore()
 
@@ -131,6 +133,8 @@ class Supervisor:
         while not signals.stops:
             signals.wait(self.group.descriptors, POLL_S)
             self._read_messages()
+            if self._record_again_s is not None and time.monotonic() >= self._record_again_s:
+                self._record()
             if self._restart_at_s is not None:
                 self._restart_when_due()
             elif failure := self.group.failure() or self._too_slow():
@@ -218,6 +222,8 @@ class Supervisor:
         if self._restart_at_s is None or time.monotonic() < self._restart_at_s:
             return
         self._restart_at_s = None
+        if self.group.restore_files():
+            log.warning("the directory of sockets %s was removed; made again", self.launch.boot_dir)
         if self.group.front is None:
             self.group.start_front()
         self._emit("restarting", generation=self.group.generation + 1)
@@ -266,9 +272,22 @@ class Supervisor:
         return self.launch.server.grace_s if asked is None else float(asked)
 
     def _record(self, **changes: Any) -> None:
+        """Write the state file. A full disk does not end a server that has served: writing is tried again until it succeeds."""
         self.state = replace(self.state, processes=self.group.records(), **changes)
-        write_state(Path(self.launch.server_dir), self.state)
+        try:
+            write_state(Path(self.launch.server_dir), self.state)
+            self._record_again_s = None
+        except OSError as error:
+            if not self._ever_ready:
+                raise
+            if self._record_again_s is None:
+                log.error("the state file cannot be written, dix status shows an old one: %s", error)
+            self._record_again_s = time.monotonic() + RECORD_AGAIN_S
 
     def _emit(self, event: str, **values: Any) -> None:
         log.log(logging.DEBUG if event == "progress" else logging.INFO, "%s %s", event, values, extra={"event": event})
-        self.on_event({"event": event, "time": time.time(), "elapsed_s": time.monotonic() - self.started_s, "pid": os.getpid(), **values})
+        elapsed_s = time.monotonic() - self.started_s
+        try:
+            self.on_event({"event": event, "time": time.time(), "elapsed_s": elapsed_s, "pid": os.getpid(), **values})
+        except OSError as error:  # the terminal was closed, the reader of a pipe left, the disk is full: no reason to stop serving
+            log.warning("nobody was told of %s: %s", event, error)
