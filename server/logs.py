@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
+import os
 import time
 from pathlib import Path
 
@@ -37,11 +39,33 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class LogFile(logging.handlers.RotatingFileHandler):
+    """Rotates by size, and begins anew where it was when somebody else moved or removed the file or its directory."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._find_again()
+        except OSError:
+            self.handleError(record)  # a full or read-only disk costs log lines, never a request
+            return
+        super().emit(record)
+
+    def _find_again(self) -> None:
+        try:
+            there = os.stat(self.baseFilename)
+        except FileNotFoundError:
+            there = None
+        if self.stream is not None and (there is None or not os.path.samestat(there, os.fstat(self.stream.fileno()))):
+            stream, self.stream = self.stream, None
+            with contextlib.suppress(OSError):  # what a full disk did not take is lost
+                stream.close()
+            os.makedirs(os.path.dirname(self.baseFilename), mode=0o700, exist_ok=True)
+            self.stream = self._open()
+
+
 def open_log(directory: Path, source: str, level: str) -> None:
     """Send this process's log to `directory/source.log`."""
-    handler = logging.handlers.RotatingFileHandler(
-        directory / f"{source}.log", maxBytes=MAX_BYTES, backupCount=KEPT_FILES, encoding="utf-8"
-    )
+    handler = LogFile(directory / f"{source}.log", maxBytes=MAX_BYTES, backupCount=KEPT_FILES, encoding="utf-8")
     handler.setFormatter(JsonLines(source))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from deepinfer_cli.options import command
 from deepinfer_cli.settings import suggest
 from hicache.errors import ConfigError
 from server.errors import ServerUnreachable
+from server.logs import KEPT_FILES
 from server.state import list_servers, read_state, server_dir, servers_dir
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -35,6 +37,14 @@ class LogLine:
     level: str
     source: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a log file has been read."""
+
+    inode: int
+    offset: int
 
 
 def _logs(
@@ -59,7 +69,7 @@ def _logs(
     if level not in LEVELS:
         raise ConfigError(f"--level is {level!r}", hint=f"one of: {', '.join(LEVELS)}")
     folder = log_folder(call, name)
-    offsets: dict[Path, int] = {}
+    offsets: dict[Path, Place] = {}
     wanted = [line for line in read_new(folder, offsets) if keeps(line, level)]
     for line in wanted[len(wanted) - lines :] if lines else []:
         emit(call, line)
@@ -90,20 +100,50 @@ def log_folder(call: Invocation, name: str | None) -> Path:
     return logs
 
 
-def read_new(folder: Path, offsets: dict[Path, int]) -> list[LogLine]:
-    """Whole lines that came since the last call, all processes together in the order of time. A rotated file starts over."""
+def read_new(folder: Path, places: dict[Path, Place]) -> list[LogLine]:
+    """Whole lines that came since the last call, all processes together in the order of time. A file that was rotated meanwhile is read to
+    its end under its new name first.
+    """
     out: list[LogLine] = []
     for path in sorted(folder.glob("*.log")):
-        size = path.stat().st_size
-        start = offsets.get(path, max(0, size - TAIL_BYTES))
-        start = 0 if start > size else start
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        offsets[path] = start + end
-        out += parse_lines(data[:end].decode("utf-8", "replace"), path.stem)
+        try:
+            parts, places[path] = _unread(path, places.get(path))
+        except FileNotFoundError:
+            continue  # between its old and its new name: the next call finds both
+        for data in parts:
+            out += parse_lines(data.decode("utf-8", "replace"), path.stem)
     return sorted(out, key=lambda line: line.time)
+
+
+def _unread(path: Path, place: Place | None) -> tuple[list[bytes], Place]:
+    """(whole lines of rotated files behind `place`, oldest first, then those of the file itself; where to go on)."""
+    parts = []
+    with path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        start = max(0, stat.st_size - TAIL_BYTES) if place is None else 0
+        if place is not None and place.inode == stat.st_ino and place.offset <= stat.st_size:
+            start = place.offset
+        elif place is not None:
+            parts += _rotated(path, place)
+        file.seek(start)
+        data = file.read()
+    end = data.rfind(b"\n") + 1
+    return [*parts, data[:end]], Place(stat.st_ino, start + end)
+
+
+def _rotated(path: Path, place: Place) -> list[bytes]:
+    """What came behind `place` in files that were rotated away since; nothing when that file is gone."""
+    parts: list[bytes] = []
+    for number in range(1, KEPT_FILES + 1):
+        try:
+            with path.with_name(f"{path.name}.{number}").open("rb") as file:
+                if os.fstat(file.fileno()).st_ino == place.inode:
+                    file.seek(place.offset)
+                    return [file.read(), *parts]
+                parts.insert(0, file.read())
+        except FileNotFoundError:
+            break
+    return []
 
 
 def parse_lines(text: str, source: str) -> Iterator[LogLine]:
