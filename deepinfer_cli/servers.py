@@ -37,9 +37,10 @@ def find_url(call: Invocation, port: int | None, url: str | None) -> str:
     """
     if url:
         return checked_url(url if "://" in url else f"http://{url}")
-    if port is not None:
-        return checked_url(f"http://127.0.0.1:{port}")
     running = list_servers(call.paths.state)
+    if port is not None:
+        # One of ours may listen on another address than 127.0.0.1, for example on ::1.
+        return next((state.base_url for state in running if state.port == port), None) or checked_url(f"http://127.0.0.1:{port}")
     if len(running) > 1:
         raise ConfigError(
             f"{len(running)} servers are running", hint="say which: --port " + " or --port ".join(str(s.port) for s in running)

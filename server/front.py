@@ -25,7 +25,7 @@ from server.errors import DixError, Unavailable
 from server.front_state import Front
 from server.grammar_check import GrammarCheck
 from server.heartbeat import HeartbeatFile, start_process_thread
-from server.launch import Launch
+from server.launch import Launch, load_launch
 from server.logs import open_log
 from server.metrics import FrontMetrics
 from server.prometheus import RankCollector

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -126,7 +128,8 @@ def cells(line: Line) -> tuple[Any, ...]:
     if not line.running:
         note = "ended without stop" + (f"; before: {state.last_failure}" if state.last_failure else "")
         return (state.name, "stopped", None, None, ranks, None, None, None, None, None, None, f"{note} → dix logs {state.name}")
-    up = show_duration(time.time() - state.started_unix_s) if state.started_unix_s else None
+    up_s = _up_s(state)
+    up = None if up_s is None else show_duration(up_s)
     word = state.state if state.state != "ready" else (seen.state if seen else "not answering")
     note = f"restarted {state.restarts}×: {state.last_failure}" if state.restarts else state.last_failure
     if seen is None:
@@ -135,6 +138,14 @@ def cells(line: Line) -> tuple[Any, ...]:
         state.name, word, up, state.base_url, ranks, seen.running, seen.waiting,
         _percent(seen.device_kv), _percent(seen.host_kv), _percent(seen.hit_share), show_number(seen.tok_s, 1), note,
     )  # fmt: skip
+
+
+def _up_s(state: ServerState) -> float | None:
+    """Seconds since the supervisor was forked, by the clock that nobody sets; None when it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        since_boot_s = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, since_boot_s - int(state.supervisor.start_time) / os.sysconf("SC_CLK_TCK"))
+    return None
 
 
 def plain(line: Line) -> dict[str, Any]:
@@ -147,7 +158,7 @@ def plain(line: Line) -> dict[str, Any]:
         "model": state.served_name or state.model,
         "pid": state.supervisor.pid,
         "ranks": [{"rank": p.rank, "pid": p.pid} for p in state.processes if p.role == "rank"],
-        "up_s": time.time() - state.started_unix_s if line.running and state.started_unix_s else None,
+        "up_s": _up_s(state) if line.running else None,
         "restarts": state.restarts,
         "last_failure": state.last_failure or None,
         "running": seen.running if seen else None,
