@@ -103,9 +103,13 @@ class ProcessGroup:
     def restore_files(self) -> bool:
         """Before ranks start again: make what a logout, a cleaner or a person removed from the server's directories. True when sockets were
         gone; the front then has to start again, since nobody can reach the one that it listens on.
+
+        Raises:
+            OSError: they cannot be made now.
         """
         lost = not self.launch.heartbeat_path.exists() or not self.launch.socket_path.exists()
-        self.launch.prepare()
+        if lost or not self.launch_path.exists() or not self.launch.log_dir.is_dir():
+            self.launch.prepare()
         if lost:
             self.kill_front()
             self.heartbeats = HeartbeatFile(self.launch.heartbeat_path, slots=self.launch.local_ranks + 1)

@@ -221,9 +221,14 @@ class Supervisor:
     def _restart_when_due(self) -> None:
         if self._restart_at_s is None or time.monotonic() < self._restart_at_s:
             return
+        try:
+            if self.group.restore_files():
+                log.warning("the directory of sockets %s was removed; made again", self.launch.boot_dir)
+        except OSError as error:
+            log.error("the ranks cannot start again yet: %s", error)
+            self._restart_at_s = time.monotonic() + RECORD_AGAIN_S
+            return
         self._restart_at_s = None
-        if self.group.restore_files():
-            log.warning("the directory of sockets %s was removed; made again", self.launch.boot_dir)
         if self.group.front is None:
             self.group.start_front()
         self._emit("restarting", generation=self.group.generation + 1)

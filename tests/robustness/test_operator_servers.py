@@ -29,6 +29,7 @@ import pytest
 
 from server import launcher
 from server.errors import ConfigError, ServerUnreachable
+from server.restart_policy import PAUSES_S
 from server.state import ServerState, read_state
 from server.supervisor import Supervisor
 from tests.e2e.terminal import Terminal
@@ -49,19 +50,20 @@ def answers(server: FakeServer) -> bool:
 
 
 def kill_rank(server: FakeServer) -> ServerState:
-    """Kill it and wait for its successor."""
     before = server.current()
     os.kill(next(record.pid for record in before.processes if record.role == "rank"), signal.SIGKILL)
     eventually(lambda: httpx.get(f"{server.url}/health/ready").status_code != 200, 10)
+    return before
 
+
+def wait_ready(server: FakeServer) -> None:
     def again() -> bool:
         try:
             return httpx.get(f"{server.url}/health/ready").status_code == 200
         except httpx.TransportError:
             return False  # the front may be replaced as well
 
-    eventually(again, 40)
-    return before
+    eventually(again, 60)
 
 
 # ---- directories
@@ -70,9 +72,15 @@ def kill_rank(server: FakeServer) -> ServerState:
 def test_a_rank_comes_back_although_runtime_and_log_directories_were_removed(fake: FakeServer) -> None:
     """A logout removes XDG_RUNTIME_DIR, cleaners empty /tmp, people tidy up logs."""
     shutil.rmtree(fake.current().runtime_dir)
-    shutil.rmtree(fake.directory / "logs")
+    logs = fake.directory / "logs"
+    shutil.rmtree(logs)
     assert answers(fake)  # nothing needs the files while all processes live
+    logs.write_text("in the way")
     before = kill_rank(fake)
+    time.sleep(PAUSES_S[0] + 1.0)
+    assert fake.current().state == "restarting"  # and not over: what cannot be made now is tried again
+    logs.unlink()
+    wait_ready(fake)
     assert answers(fake)
     after = fake.current()
     assert (after.port, after.generation, after.supervisor) == (before.port, before.generation + 1, before.supervisor)
@@ -80,14 +88,17 @@ def test_a_rank_comes_back_although_runtime_and_log_directories_were_removed(fak
 
 
 def test_a_full_disk_under_the_state_does_not_end_a_server_that_serves(fake: FakeServer) -> None:
-    blocked = fake.directory / "state.json.tmp"
-    blocked.symlink_to("/dev/full")
+    blocked = [fake.directory / "state.json.tmp", fake.directory / "launch.tmp"]
+    for path in blocked:
+        path.symlink_to("/dev/full")
     try:
         kill_rank(fake)
+        wait_ready(fake)
         assert answers(fake)
         assert "cannot be written" in (fake.directory / "logs" / "supervisor.log").read_text()
     finally:
-        blocked.unlink()
+        for path in blocked:
+            path.unlink()
     eventually(lambda: all(alive(record.pid) for record in fake.current().processes), 10)  # written as soon as there is room
     assert fake.current().state == "ready"
 
