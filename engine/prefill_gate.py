@@ -95,11 +95,15 @@ class PrefillGate:
         """Ask the group to end: after the step of the next vote `left` is True on all ranks, so that none waits for one that has gone."""
         self._leaving = True
 
+    def said(self, *, unfinished: bool, wants: bool, decoding: bool, urgent: bool = False) -> list[int]:
+        """What a rank gives to a vote; the group takes the maximum of each."""
+        return [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(urgent and wants), int(self._leaving)]
+
     def vote(self, *, unfinished: bool, wants: bool, decoding: bool, urgent: bool = False) -> Ballot:
         """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, who cannot wait for one, a change of
         intervals, and whether to end."""
         anyone, someone_decodes, any_wants, someone_declines, change, any_urgent, any_leaves = self.group.max(
-            [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(urgent and wants), int(self._leaving)]
+            self.said(unfinished=unfinished, wants=wants, decoding=decoding, urgent=urgent)
         )
         self.left = bool(any_leaves)
         if change:

@@ -133,10 +133,10 @@ def measure_all(bench: Bench, plan: Plan, costs: StepCosts) -> tuple[list[Measur
 def predict(bench: Bench, plan: Plan, measured: list[Measurement], lone: tuple[StepCosts, int], load: tuple[StepCosts, int]) -> None:
     """The simulator's account of every value; lone, load: step times and prompt tokens of each kind of run."""
     from deepinfer_cli.tune.measure import simulated_sample, workload
-    from deepinfer_cli.tune.simulator import Simulated, simulate
+    from deepinfer_cli.tune.simulator import Simulated, SimulatedGroup, simulate
 
     def play(recipe: Recipe, facts: tuple[StepCosts, int], value: int) -> list[Simulated]:
-        return simulate(workload(recipe, facts[1]), ranks=bench.ranks, attempt=bench.attempt, any_=value, costs=facts[0])
+        return simulate(workload(recipe, facts[1]), SimulatedGroup(ranks=bench.ranks, attempt=bench.attempt, any_=value, costs=facts[0]))
 
     for m in measured:
         together = play(plan.load, load, m.value) if plan.loaded else []

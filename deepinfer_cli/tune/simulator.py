@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.prefill_gate import PrefillGate, VoteRule
+from engine.prefill_gate import Ballot, PrefillGate, VoteRule
 from engine.prefill_queue import PATIENCE_S
 
 
@@ -73,10 +73,15 @@ class Tally:
     """The group as the gate sees it: every all-reduce returns what all ranks together said."""
 
     def __init__(self) -> None:
-        self.said: list[int] = []
+        self._said: list[int] = []
+
+    def vote(self, gate: PrefillGate, ranks: list[dict[str, bool]]) -> Ballot:
+        """ranks: the arguments of each rank's `PrefillGate.vote`. gate: one for all of them, whose group this is."""
+        self._said = [max(column) for column in zip(*[gate.said(**rank) for rank in ranks], strict=True)]
+        return gate.vote(**ranks[0])
 
     def max(self, values: list[int]) -> list[int]:
-        return self.said
+        return self._said
 
 
 class Rank:
@@ -96,24 +101,27 @@ class Rank:
         return head is not None and (head.started or not self.running or now_s - head.at_s > PATIENCE_S)
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedGroup:
+    """attempt, any_: intervals of the prompt votes, in decode steps."""
+
+    ranks: int
+    attempt: int
+    any_: int
+    costs: StepCosts
+    chunk_tokens: int = 8192
+    max_num_seqs: int = 256
+    rule: VoteRule = VoteRule.INTERVALS
+
+
 class Simulation:
     """Runs one workload to its end."""
 
-    def __init__(
-        self,
-        ranks: int,
-        attempt: int,
-        any_: int,
-        costs: StepCosts,
-        *,
-        chunk_tokens: int = 8192,
-        max_num_seqs: int = 256,
-        rule: VoteRule = VoteRule.INTERVALS,
-    ) -> None:
+    def __init__(self, group: SimulatedGroup) -> None:
         self._tally = Tally()
-        self._gate = PrefillGate(self._tally, attempt, any_, rule)
-        self._costs, self._chunk, self._limit = costs, chunk_tokens, max_num_seqs
-        self._ranks = [Rank() for _ in range(ranks)]
+        self._gate = PrefillGate(self._tally, group.attempt, group.any_, group.rule)
+        self._costs, self._chunk, self._limit = group.costs, group.chunk_tokens, group.max_num_seqs
+        self._ranks = [Rank() for _ in range(group.ranks)]
         self._now = 0.0
         self._sent = 0
         self._turn = 0  # ties between equally loaded ranks go round
@@ -150,10 +158,13 @@ class Simulation:
     def _step(self) -> list[Simulated] | None:
         """One iteration of the group; None when it is idle. Returns the requests that ended."""
         wants = [bool(rank.waiting) and len(rank.running) < self._limit for rank in self._ranks]
-        unfinished, decoding = any(rank.load for rank in self._ranks), any(rank.running for rank in self._ranks)
-        urgent = any(want and rank.is_urgent(self._now) for want, rank in zip(wants, self._ranks, strict=True))
-        self._tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0, int(urgent)]
-        ballot = self._gate.vote(unfinished=unfinished, wants=any(wants), decoding=decoding)
+        ballot = self._tally.vote(
+            self._gate,
+            [
+                {"unfinished": rank.load > 0, "wants": want, "decoding": bool(rank.running), "urgent": rank.is_urgent(self._now)}
+                for want, rank in zip(wants, self._ranks, strict=True)
+            ],
+        )
         if not ballot.unfinished:
             return None
         if ballot.prefill and any(wants):
@@ -202,20 +213,9 @@ class Simulation:
         return ended
 
 
-def simulate(
-    work: Workload,
-    *,
-    ranks: int,
-    attempt: int,
-    any_: int,
-    costs: StepCosts,
-    chunk_tokens: int = 8192,
-    max_num_seqs: int = 256,
-    rule: VoteRule = VoteRule.INTERVALS,
-) -> list[Simulated]:
+def simulate(work: Workload, group: SimulatedGroup) -> list[Simulated]:
     """A fresh group does one workload. Times exclude `costs.overhead_s`, which callers add to a TTFT that they compare with a client's."""
-    simulation = Simulation(ranks, attempt, any_, costs, chunk_tokens=chunk_tokens, max_num_seqs=max_num_seqs, rule=rule)
-    return simulation.run(work)
+    return Simulation(group).run(work)
 
 
 def mean_wait_steps(requests: Sequence[Simulated]) -> float:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_cli.tune.simulator import StepCosts, Workload, mean_wait_steps, simulate
+from deepinfer_cli.tune.simulator import SimulatedGroup, StepCosts, Workload, mean_wait_steps, simulate
 from engine.prefill_gate import VoteRule
 from tests.engine.simulation import make_scheduler, make_sequence, run_ranks, run_step
 
@@ -17,20 +17,20 @@ LONE = Workload(prompt_tokens=128, output_tokens=1, count=5, think_s=1.0)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("any_", "steps"), [(100, 100), (10, 10), (2, 2), (1, 1)])
 def test_an_isolated_request_waits_one_any_interval(ranks: int, any_: int, steps: int) -> None:
-    requests = simulate(LONE, ranks=ranks, attempt=70, any_=any_, costs=COSTS)
+    requests = simulate(LONE, SimulatedGroup(ranks=ranks, attempt=70, any_=any_, costs=COSTS))
     assert [request.waited_steps for request in requests] == [steps] * 5
     assert requests[0].ttft_s == pytest.approx(steps * 0.001 + 0.020 + 2 * 0.001)
 
 
 def test_one_rank_never_waits() -> None:
-    assert mean_wait_steps(simulate(LONE, ranks=1, attempt=70, any_=100, costs=COSTS)) == 0
+    assert mean_wait_steps(simulate(LONE, SimulatedGroup(ranks=1, attempt=70, any_=100, costs=COSTS))) == 0
 
 
 def test_every_chunk_of_a_long_prompt_waits_again() -> None:
     long = Workload(prompt_tokens=4096, output_tokens=1, count=1)
-    (request,) = simulate(long, ranks=2, attempt=70, any_=100, costs=COSTS, chunk_tokens=1024)
+    (request,) = simulate(long, SimulatedGroup(ranks=2, attempt=70, any_=100, costs=COSTS, chunk_tokens=1024))
     assert request.ttft_s == pytest.approx(4 * (100 * 0.001 + 0.020 + 0.002))
-    (request,) = simulate(long, ranks=2, attempt=70, any_=2, costs=COSTS, chunk_tokens=1024)
+    (request,) = simulate(long, SimulatedGroup(ranks=2, attempt=70, any_=2, costs=COSTS, chunk_tokens=1024))
     assert request.ttft_s == pytest.approx(4 * (2 * 0.001 + 0.020 + 0.002))
 
 
@@ -43,7 +43,7 @@ def test_at_interval_two_a_first_token_comes_within_prefill_and_two_decode_steps
     long = 8192 * chunks
     arrivals = (*((0.0,) * (3 * ranks) if decoding else ()), 10.0)
     work = Workload(prompt_tokens=long, output_tokens=2000, count=len(arrivals), arrivals_s=arrivals)
-    last = simulate(work, ranks=ranks, attempt=70, any_=2, costs=costs)[-1]
+    last = simulate(work, SimulatedGroup(ranks=ranks, attempt=70, any_=2, costs=costs))[-1]
     prefill = chunks * (costs.prompt(8192) + 2 * costs.vote_s)
     step = costs.decode(4) + costs.vote_s if decoding else costs.vote_s
     assert last.ttft_s <= prefill + chunks * 2 * step + 0.050
@@ -53,23 +53,23 @@ def test_at_interval_two_a_first_token_comes_within_prefill_and_two_decode_steps
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_urgent_prompts_need_no_interval_and_their_chunks_never_wait_on_an_idle_group(ranks: int) -> None:
     long = Workload(prompt_tokens=5 * 8192, output_tokens=1, count=1)
-    (request,) = simulate(long, ranks=ranks, attempt=70, any_=100, costs=COSTS, rule=VoteRule.URGENT)
+    (request,) = simulate(long, SimulatedGroup(ranks=ranks, attempt=70, any_=100, costs=COSTS, rule=VoteRule.URGENT))
     assert request.waited_steps == 0
     assert request.ttft_s == pytest.approx(5 * (0.020 + 2 * 0.001))
 
 
 def test_urgent_prompts_wait_at_most_two_steps_of_those_who_decode() -> None:
     work = Workload(prompt_tokens=64, output_tokens=500, count=9, arrivals_s=(*(0.0,) * 8, 1.0))
-    last = simulate(work, ranks=2, attempt=70, any_=100, costs=COSTS, rule=VoteRule.URGENT)[-1]
+    last = simulate(work, SimulatedGroup(ranks=2, attempt=70, any_=100, costs=COSTS, rule=VoteRule.URGENT))[-1]
     assert last.ttft_s <= 0.05 + 0.020 + 2 * (0.010 + 0.001) + 0.002 + 1e-9  # patience, since its rank decodes too
-    intervals = simulate(work, ranks=2, attempt=70, any_=100, costs=COSTS)[-1]
+    intervals = simulate(work, SimulatedGroup(ranks=2, attempt=70, any_=100, costs=COSTS))[-1]
     assert intervals.ttft_s > last.ttft_s
 
 
 def test_a_larger_interval_trades_the_wait_of_prompts_for_the_gaps_of_answers() -> None:
     work = Workload(prompt_tokens=64, output_tokens=200, count=12, arrivals_s=tuple(0.3 * i for i in range(12)))
-    often = simulate(work, ranks=2, attempt=1000, any_=2, costs=COSTS)
-    seldom = simulate(work, ranks=2, attempt=1000, any_=60, costs=COSTS)
+    often = simulate(work, SimulatedGroup(ranks=2, attempt=1000, any_=2, costs=COSTS))
+    seldom = simulate(work, SimulatedGroup(ranks=2, attempt=1000, any_=60, costs=COSTS))
     assert sum(r.ttft_s for r in often) < sum(r.ttft_s for r in seldom)
     assert sum(gap > 0.02 for r in often for gap in r.gaps_s) >= sum(gap > 0.02 for r in seldom for gap in r.gaps_s)
 
@@ -91,7 +91,7 @@ def test_every_request_ends_in_order_of_time(
     arrivals = tuple(i * gap_ms / 1e3 for i in range(count)) if concurrency == 0 else ()
     work = Workload(700, 9, count, arrivals, max(1, concurrency), 0.01)
     costs = StepCosts(0.001, 0.01, 0.001, 0.01, 0.0001, tokens_per_step=tokens_per_step)
-    requests = simulate(work, ranks=ranks, attempt=attempt, any_=any_, costs=costs, chunk_tokens=256, rule=rule)
+    requests = simulate(work, SimulatedGroup(ranks=ranks, attempt=attempt, any_=any_, costs=costs, chunk_tokens=256, rule=rule))
     assert len(requests) == count
     for request in requests:
         assert request.first_s > request.at_s
@@ -116,5 +116,5 @@ def test_it_agrees_with_the_scheduler_of_the_engine(any_: int, rule: VoteRule) -
             steps += 1
 
     taken = run_ranks(3, rank_main)
-    (request,) = simulate(Workload(8, 1, 1), ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16, rule=rule)
+    (request,) = simulate(Workload(8, 1, 1), SimulatedGroup(ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16, rule=rule))
     assert taken == [request.waited_steps + 1] * 3

@@ -128,11 +128,14 @@ class Cluster:
     def step(self) -> list[Request] | None:
         """One iteration; None when nobody has work. Returns what finished."""
         wants = [any(self._startable(rank, request) for request in rank.waiting) for rank in self.ranks]
-        unfinished = any(rank.waiting or rank.running for rank in self.ranks)
-        decoding = any(rank.running for rank in self.ranks)
-        self.tally.said = [int(unfinished), int(decoding), int(any(wants)), int(not all(wants)), 0, 0]
-        ballot = self.gate.vote(unfinished=unfinished, wants=any(wants), decoding=decoding)
-        if not unfinished:
+        ballot = self.tally.vote(
+            self.gate,
+            [
+                {"unfinished": bool(rank.waiting or rank.running), "wants": want, "decoding": bool(rank.running)}
+                for want, rank in zip(wants, self.ranks, strict=True)
+            ],
+        )
+        if not ballot.unfinished:
             return None
         if ballot.prefill and any(wants):
             self.gate.count_prompt_step()
