@@ -176,6 +176,20 @@ class EngineConfig:
         ge=0,
         aliases=("DEEPINFER_MOE_LB_STAT_INTERVAL",),
     )
+    show_eplb_detail: bool = knob(
+        False, "Log every plan of experts and every figure of their balance.", aliases=("DEEPINFER_SHOW_EPLB_DETAIL",)
+    )
+    force_load_balance: bool = knob(
+        False,
+        "Choose experts by turns instead of by the router; for measurements with random weights.",
+        aliases=("DEEPINFER_FORCE_LOAD_BALANCE",),
+    )
+    force_imbalance_ratio: float = knob(
+        0.0,
+        "Likewise, with so many times the mean for the first rank of the experts; 0 leaves the choice to the router.",
+        ge=0,
+        aliases=("DEEPINFER_FORCE_IMBALANCE_RATIO",),
+    )
     collective_timeout_s: float = knob(45.0, "Longest wait for a peer in a collective.", unit="s", gt=0)
 
     def __post_init__(self) -> None:
@@ -190,11 +204,26 @@ class EngineConfig:
                 f"engine.expert_count_window_size is {self.expert_count_window_size}",
                 hint=f"at most engine.expert_rearrangement_step_interval, which is {self.expert_rearrangement_step_interval}",
             )
+        self._check_forced_routing()
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
                 f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",
                 hint="--yoco-keep-tokens 140, or --set engine.yoco_mode=off",
             )
+
+    def _check_forced_routing(self) -> None:
+        ratio = self.force_imbalance_ratio
+        if ratio == 0 and not self.force_load_balance:
+            return
+        name = "engine.force_imbalance_ratio" if ratio else "engine.force_load_balance"
+        if ratio and self.force_load_balance:
+            raise ConfigError("engine.force_load_balance and engine.force_imbalance_ratio are both set", hint="set one of them")
+        if self.ep == 1:
+            raise ConfigError(f"{name} is set but no experts are shared", hint="--ep 2 or more")
+        if ratio and not 1 <= ratio <= self.ep:
+            raise ConfigError(f"{name} is {ratio:g}", hint=f"from 1 to engine.ep, which is {self.ep}: the first rank gets all then")
+        if self.load_format != "dummy":
+            raise ConfigError(f"{name} replaces the router of a real model", hint="it is for measurements: --set engine.load_format=dummy")
 
     @property
     def backtracking_tokens(self) -> int:

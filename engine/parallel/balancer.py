@@ -23,13 +23,14 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class BalanceSettings:
     """interval: counted steps between plans, 0 for never. window: steps that a plan looks at. after_prefill: count prompt steps too, and
-    plan in the decode step behind them. report: counted steps between figures of the balance, 0 for none.
+    plan in the decode step behind them. report: counted steps between figures of the balance, 0 for none. detail: log what is counted.
     """
 
     interval: int = 0
     window: int = 100
     after_prefill: bool = False
     report: int = 128
+    detail: bool = False
 
     @staticmethod
     def of(config: EngineConfig) -> BalanceSettings:
@@ -38,6 +39,7 @@ class BalanceSettings:
             config.expert_count_window_size,
             config.rearrange_after_prefill_in_normal_engine,
             config.moe_lb_stat_interval,
+            config.show_eplb_detail,
         )
 
 
@@ -107,6 +109,9 @@ class Balancer:
         group.all_gather(by_rank, self._own)
         total = int(by_rank.sum())
         self.figures.balance = float(by_rank.amax(0).sum() * group.size / total) if total else 0.0
+        if self._settings.detail:
+            shares = (by_rank.sum((1, 2)) * group.size / max(total, 1)).tolist()
+            log.info("experts after %d steps: balance %.3f, ranks %s", self._counted, self.figures.balance, [round(s, 3) for s in shares])
 
     def _plan(self) -> None:
         """Fix the loads that the coming layers are planned by. Each layer is planned in the step that moves it, so no step takes long."""
@@ -128,6 +133,7 @@ class Balancer:
         self.figures.moved_layers += 1
         layer.place(after)
         self._held[number] = torch.tensor(after.held_by(self._exchange.group.rank))
-        if log.isEnabledFor(logging.DEBUG):
+        level = logging.INFO if self._settings.detail else logging.DEBUG
+        if log.isEnabledFor(level):
             old, new = (rank_loads(loads, placement).max(1).sum() for placement in (before, after))
-            log.debug("layer %d: the busiest rank goes from %.0f to %.0f tokens over the window", number, old, new)
+            log.log(level, "layer %d: the busiest rank goes from %.0f to %.0f tokens over the window", number, old, new)

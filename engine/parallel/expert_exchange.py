@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 from engine.parallel.tensor_group import TensorGroup
 
@@ -100,6 +101,7 @@ class ExpertExchange:
         # [layers, c]: tokens by local slot since somebody set it to zero, while `counting`.
         self.counts = torch.zeros(num_layers, placement.slots_per_rank, dtype=torch.int64, device=device)
         self.counting = False
+        self.forced: ForcedRouting | None = None
         self.layers = [RoutedLayer.of(placement, counts) for counts in self.counts]
         self._boundary, self._num_chosen = boundary, num_chosen
         self._nothing = torch.empty(0, hidden, dtype=dtype, device=device)
@@ -143,6 +145,8 @@ class ExpertExchange:
         if capacity == 0:
             return x
         layer = self.layers[number]
+        if self.forced is not None:
+            ids = self.forced(ids, number, self.group.rank)
         experts = layer.experts[0]
         trip = _Trip(self.group, layer, capacity, self.route)
         rows, slots, shares = trip.dispatch(x, ids, weights)

@@ -9,6 +9,7 @@ from engine.distributed import Group
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
 from engine.parallel.expert_exchange import ExpertExchange, Route
+from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -36,5 +37,15 @@ def make_exchange(config: EngineConfig, text: TextConfig, numerics: Numerics, de
         dtype=numerics.dtype,
         num_chosen=text.num_experts_per_tok,
     )
+    exchange.forced = forced_routing(config, text.n_routed_experts, len(set(placement.held_by(0))))
     log.info("experts %s of %d are here; rows travel by %s", exchange.local_experts, text.n_routed_experts, exchange.route)
     return exchange
+
+
+def forced_routing(config: EngineConfig, num_experts: int, first: int) -> ForcedRouting | None:
+    """first: experts of the first rank."""
+    ratio = 1.0 if config.force_load_balance else config.force_imbalance_ratio
+    if not ratio:
+        return None
+    log.warning("routing is forced for measurements: the first rank gets %g times the mean, and outputs mean nothing", ratio)
+    return ForcedRouting(ratio, config.ep, first, num_experts)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Dix, Server, alive, kill, start, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
 CLIENTS = 6
 BOUND_S = 15.0
 KILLS_PER_SERVER = 2  # a third one within ten minutes is answered with a pause of 30 s

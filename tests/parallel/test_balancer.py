@@ -107,3 +107,51 @@ def test_the_balance_figure_is_the_busiest_rank_over_the_mean():
 def test_a_window_longer_than_the_interval_is_refused():
     with pytest.raises(ConfigError, match="expert_count_window_size is 100"):
         EngineConfig(expert_rearrangement_step_interval=50)
+
+
+@pytest.mark.parametrize(("ranks", "ratio", "extra"), [(2, 1.8, 0), (2, 1.8, 2), (4, 1.5, 0)])
+def test_balancing_recovers_four_fifths_of_what_forced_imbalance_costs(ranks, ratio, extra):
+    """By work: a step lasts as long as its busiest rank's tokens, so throughput is the inverse of the balance figure."""
+    changes = {"expert_rearrangement_step_interval": 100, "expert_count_window_size": 4, "moe_lb_stat_interval": 1}
+    forced = {"force_imbalance_ratio": ratio, "load_format": "dummy", "rearrange_after_prefill_in_normal_engine": True}
+    shape = {"dp": ranks, "ep": ranks, "override_num_extra_experts": extra, "enforce_eager": True, "spec": False}
+
+    def rank_main(group):
+        torch.set_num_threads(1)
+        runner = ModelRunner(golden_config(**changes, **forced, **shape), group=group)
+        figures, logits = [], []
+        for ids in [PROMPTS[3][:40]] * (2 + len(runner.backbone.layers)):
+            seq = Seq(runner, ids, 1)
+            logits.append(runner.run(Batch(StepKind.PREFILL, [seq.slice(39)])))
+            figures.append(runner.expert_stats["balance"])
+            runner.run(Batch(StepKind.DECODE, [seq.slice(40)]))
+        return figures, logits
+
+    for figures, logits in run_ranks(ranks, rank_main):
+        if not extra:  # the first copies are those of the first rank's experts, on other ranks
+            assert figures[0] == pytest.approx(ratio, abs=0.02)
+        assert 1 / figures[-1] >= 0.8
+        torch.testing.assert_close(logits[-1], logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"force_load_balance": True, "load_format": "dummy"}, "no experts are shared"),
+        ({"force_imbalance_ratio": 3.0, "load_format": "dummy", "dp": 2, "ep": 2}, "force_imbalance_ratio is 3"),
+        ({"force_imbalance_ratio": 0.5, "load_format": "dummy", "dp": 2, "ep": 2}, "force_imbalance_ratio is 0.5"),
+        ({"force_load_balance": True, "dp": 2, "ep": 2}, "replaces the router of a real model"),
+        ({"force_load_balance": True, "force_imbalance_ratio": 1.5, "load_format": "dummy", "dp": 2, "ep": 2}, "both set"),
+    ],
+)
+def test_forced_routing_is_refused_where_it_means_nothing(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**changes)
+
+
+def test_details_of_the_balance_are_logged_when_asked_for(caplog):
+    with caplog.at_level("INFO", "engine.parallel.balancer"):
+        drive(BalanceSettings(interval=8, window=4, report=2, detail=True), [False] * 8)
+    text = caplog.text
+    assert "balance 2.000, ranks [2.0, 0.0]" in text
+    assert "layer 0: the busiest rank goes from" in text
