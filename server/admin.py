@@ -14,7 +14,6 @@ from server.cache_explain import described
 from server.errors import ApiError, BadRequest, Unavailable
 from server.fields import Fields
 from server.front_state import Front
-from server.json_body import read_object
 from server.json_response import JsonResponse
 from server.metrics import json_document
 from server.prometheus import CONTENT_TYPE, exposition
@@ -85,7 +84,7 @@ async def tokenize(front: Front, http: HttpRequest) -> Response:
     Raises:
         ApiError: as for the generation routes.
     """
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     fields = Fields(body)
     check_model(fields, (front.launch.served_name,))
     text = front.text
@@ -100,7 +99,7 @@ async def tokenize(front: Front, http: HttpRequest) -> Response:
 
 
 async def detokenize(front: Front, http: HttpRequest) -> Response:
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     fields = Fields(body)
     if body.get("tokens") is None:
         raise fields.fail("tokens", "is missing", "missing_field")
@@ -109,7 +108,7 @@ async def detokenize(front: Front, http: HttpRequest) -> Response:
 
 
 async def render(front: Front, http: HttpRequest) -> Response:
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     rendered = await front.workers.run(front.text.render_chat, body)
     return JsonResponse({"prompt": rendered.prompt, "tokens": rendered.token_ids, "count": len(rendered.token_ids)})
 
@@ -123,7 +122,7 @@ async def reset_prefix_cache(front: Front) -> Response:
 
 async def explain_cache(front: Front, http: HttpRequest) -> Response:
     """What a chat body (or {"prompt": ...}) would restore on every rank, and where it parts from what is stored. Generates nothing."""
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     ids, salt, tools = await _prompt(front, http, body)
     text = front.text
     records = await front.pool.operate(lambda operation: protocol.ExplainPrompt(operation, ids, salt))
@@ -137,7 +136,7 @@ async def pin_prefix(front: Front, http: HttpRequest) -> Response:
     Raises:
         ApiError: as for the generation routes; 400 also when no rank has room for it or a cache at all.
     """
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     ttl_s = Fields(body).number("ttl_s", 0, MAX_PIN_S, DEFAULT_PIN_S)
     ids, salt, _ = await _prompt(front, http, body)
     ranks = range(len(front.pool.ranks))
@@ -174,7 +173,7 @@ async def set_scheduling(front: Front, http: HttpRequest) -> Response:
     Raises:
         ApiError: 409 while a change is pending.
     """
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     fields = Fields(body)
     names = ("prefill_any_interval", "prefill_attempt_interval")
     values = {name: fields.integer(name, 1, 1_000_000) for name in names}
@@ -199,7 +198,7 @@ async def debug_fault(front: Front, http: HttpRequest) -> Response:
     """Break a rank on purpose: {"kind": ..., "rank": 0 or absent for all}. Kinds: exit, raise, hang; nan; and for the host cache
     flip (target, page, byte, count), drop, short (count) and delay (count, seconds).
     """
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     fields = Fields(body)
     kind = fields.string("kind", 64)
     if kind is None:

@@ -13,7 +13,6 @@ from server.choice import Choice
 from server.errors import ApiError
 from server.front_state import Front
 from server.generation import Generation, begin, rank_headers, resolve_max_tokens
-from server.json_body import read_object
 from server.json_response import JsonResponse
 from server.output_parser import Delta
 from server.rendering import RenderedPrompt
@@ -32,7 +31,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
         ApiError: the refusal. ClientGone: the client left a non-streaming request.
     """
     front.metrics.received_total += 1
-    body = await read_object(http, front.config.max_body_bytes, front.workers)
+    body = await front.bodies.read_object(http)
     request = parse_common(body, front.bounds, chat=True)
     front.metrics.note_unknown(request.unknown)
     if body.get("messages") is None:

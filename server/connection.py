@@ -163,9 +163,13 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(408, "header_timeout", text, type="timeout_error"))
 
     def _refuse(self, error: ApiError) -> None:
-        if self._answering:
-            self.transport.abort()  # an error here would be taken for the answer, or for a part of it, to the request before
-            return
+        running = self._running
+        if running is not None and self._answering:
+            if running is not self.cycle or running.response_started or not running.more_body:
+                self.transport.abort()  # an error here would be taken for the answer, or for a part of it, to the request before
+                return
+            running.disconnected = True  # what is wrong is its own body, so this is its answer
+            running.message_event.set()
         body = msgspec.json.encode(error.body())
         headers: dict[str, Any] = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
         headers["x-request-id"] = uuid.uuid4().hex

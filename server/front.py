@@ -25,6 +25,7 @@ from server.errors import DixError, Unavailable
 from server.front_state import Front
 from server.grammar_check import GrammarCheck
 from server.heartbeat import HeartbeatFile, start_process_thread
+from server.json_body import Bodies
 from server.launch import Launch, load_launch
 from server.logs import open_log
 from server.metrics import FrontMetrics
@@ -52,7 +53,9 @@ def build_front(launch: Launch) -> Front:
     pool.on_output = metrics.on_output
     metrics.registry.register(RankCollector(metrics, pool, launch.server.metric_namespaces))
     tenants = Tenants(launch.hicache.isolation, launch.read_cache_secret())
-    return Front(launch, pool, metrics, Workers(), GrammarCheck(launch.engine.model), tenants)
+    workers = Workers()
+    bodies = Bodies(launch.server.max_body_bytes, workers)
+    return Front(launch, pool, metrics, workers, bodies, GrammarCheck(launch.engine.model), tenants)
 
 
 def restore_rule(hicache: HiCacheConfig, keep_tokens: int) -> RestoreRule | None:

@@ -12,6 +12,7 @@ from server.config import ServerConfig
 from server.constraints import Constraint
 from server.errors import Unavailable
 from server.grammar_check import GrammarCheck
+from server.json_body import Bodies
 from server.launch import Launch
 from server.metrics import FrontMetrics
 from server.poison import Poison
@@ -33,6 +34,7 @@ class Front:
     pool: RankPool
     metrics: FrontMetrics
     workers: Workers
+    bodies: Bodies
     grammars: GrammarCheck
     tenants: Tenants = field(default_factory=Tenants)
     sampled: SampledIds = field(default_factory=SampledIds)

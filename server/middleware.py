@@ -34,7 +34,7 @@ def unauthorized(message: str) -> ApiError:
 
 def wrap(app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None], origins: list[str]) -> ASGIApp:
     """The application behind all of this module. Pages of `origins` may call it; their preflight requests carry no key."""
-    gated: ASGIApp = Gate(app, keys, on_reject)
+    gated: ASGIApp = Gate(app, keys, on_reject, origins)
     if origins:
         exposed = ["X-Request-ID", "X-DeepInfer-Rank", "Retry-After"]
         gated = CORSMiddleware(gated, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
@@ -71,12 +71,19 @@ class RequestIds:
 
 
 class Gate:
-    """Deny by default: with keys configured, every path outside `OPEN_PATHS` needs one, unknown paths and every method included."""
+    """Deny by default: with keys configured, every path outside `OPEN_PATHS` needs one, unknown paths and every method included.
 
-    def __init__(self, app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None]) -> None:
+    Without keys the peer's address is all there is, and a browser on this machine lends its own to every page: requests of pages that
+    are neither ours nor of `origins` are refused.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None], origins: Iterable[str] = ()
+    ) -> None:
         self.app = app
         self.keys = keys
         self.on_reject = on_reject
+        self.origins = frozenset(origin.lower().rstrip("/") for origin in origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -89,16 +96,17 @@ class Gate:
         await self.app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError 401 or 431 before the body is read. Notes whose key it is, and whether the peer may see operators' data."""
+        """Raises ApiError 401, 403 or 431 before the body is read. Notes whose key it is, and whether the peer may see operators' data."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             raise ApiError(431, None, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         keys = list(self.keys())
         path = scope["path"]
+        if not keys:
+            self._check_page(scope)
         if path in OPEN_PATHS:
             return
         if not keys:
-            client = scope.get("client")
-            scope["state"]["trusted"] = client is not None and client[0] in LOOPBACK
+            scope["state"]["trusted"] = is_local(scope)
             if path in ADMIN_PATHS and not scope["state"]["trusted"]:
                 raise unauthorized("this route is only open to loop-back peers while no API key is configured")
             return
@@ -112,6 +120,29 @@ class Gate:
         if sum(hmac.compare_digest(key.strip(), known) for known in keys) == 0:
             raise unauthorized("the API key is not accepted")
         scope["state"].update(key_id=key_id(key.strip()), trusted=True)
+
+    def _check_page(self, scope: Scope) -> None:
+        """Raises ApiError 403 for a page of another site, also when its own name was made to lead here (DNS rebinding)."""
+        headers = {name: value.decode("latin-1").lower() for name, value in scope["headers"] if name in (b"host", b"origin")}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if "*" in self.origins or origin in self.origins or any(listed.partition("://")[2] == host for listed in self.origins):
+            return
+        rebound = is_local(scope) and not is_own_name(host)
+        if rebound or (origin is not None and origin.partition("://")[2] != host):
+            hint = "use an API key, or name the origin with --allow-origin"
+            raise ApiError(403, "foreign_origin", f"pages of other sites may not call this server: {hint}", type="permission_error")
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether the peer is a program of this machine: a browser of this machine too, whatever page it shows."""
+    client = scope.get("client")
+    return client is not None and client[0] in LOOPBACK
+
+
+def is_own_name(host: str) -> bool:
+    """Whether nobody else can make the name of a Host header lead here: an address, localhost, or a name without a dot."""
+    name = host.partition(":")[0]
+    return host.startswith("[") or "." not in name or name.endswith(".localhost") or name.replace(".", "").isdigit()
 
 
 def choose_request_id(scope: Scope) -> str:

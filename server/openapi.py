@@ -21,11 +21,12 @@ from server.openapi_schemas import (
 )
 from server.schemas import MAX_PIN_S
 
-COMMON_FAILURES = ("401", "405", "408", "431", "500")
+COMMON_FAILURES = ("401", "403", "405", "408", "431", "500")
 BODY_FAILURES = ("400", "404", "413", "415", "429", "503", "504")
 FAILURE_NAMES = {
     "400": "The request is wrong; `param` names the field.",
     "401": "An API key is missing or wrong.",
+    "403": "A page of another site calls a server without API keys.",
     "404": "No such model or path.",
     "405": "The path has no such method.",
     "408": "The request did not arrive in time.",

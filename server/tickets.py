@@ -12,6 +12,7 @@ from server.errors import ApiError
 from server.protocol import Reply
 
 MAX_MAIL = 1024
+MAX_BATCH = 64  # outputs that are framed in one go, a few milliseconds
 SLOW_READER_S = 30.0
 
 
@@ -50,7 +51,7 @@ class Mailbox:
             self._reader.set_result(None)
 
     async def get(self, timeout_s: float) -> list[tuple[int, Output]]:
-        """Everything that has arrived; an empty list when `end_silence` came after `timeout_s` of silence.
+        """What has arrived, at most `MAX_BATCH` outputs; an empty list when `end_silence` came after `timeout_s` of silence.
 
         Raises:
             ApiError: the request failed.
@@ -62,9 +63,11 @@ class Mailbox:
                 await self._reader
             finally:
                 self._reader = None
-        items = list(self._items)
-        self._items.clear()
-        self._full_since_s = None
+        elif len(self._items) > MAX_BATCH:
+            await asyncio.sleep(0)  # the backlog of a slow reader: other streams have their turn between its pieces
+        items = [self._items.popleft() for _ in range(min(len(self._items), MAX_BATCH))]
+        if len(self._items) < MAX_MAIL:
+            self._full_since_s = None
         if self._failure is not None and not items:
             raise self._failure
         return items
