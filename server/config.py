@@ -40,6 +40,7 @@ class ServerConfig:
     restart: str = knob("on-failure", "What to do when a rank dies.", choices=("on-failure", "never"))
     share_gpu: bool = knob(False, "Start although another program computes on the GPU.")
     metrics_compat: str = knob("vllm", "Foreign metric names to offer as well, comma separated: vllm, sglang.")
+    warm: str = knob("", "File of JSON lines, chat bodies or prompts, that are prefilled and pinned before the server is ready.")
     splice_sampled_ids: bool = knob(True, "History that was generated here keeps the ids it was sampled with, so that prefixes stay equal.")
     reattach_reasoning: bool = knob(False, "Put back the reasoning that a client drops from turns with tool calls made here.")
     rank_header: bool = knob(False, "Answer with X-DeepInfer-Rank.")

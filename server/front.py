@@ -21,7 +21,7 @@ from server import child
 from server.app import create_app
 from server.channel import send_line
 from server.connection import Connection
-from server.errors import DixError, Unavailable
+from server.errors import ApiError, DixError, ServerFailed, Unavailable
 from server.front_state import Front
 from server.grammar_check import GrammarCheck
 from server.heartbeat import HeartbeatFile, start_process_thread
@@ -37,6 +37,8 @@ from server.route_cost import RestoreRule
 from server.router import Router
 from server.tenants import Tenants
 from server.text import load_text
+from server.warm_file import read_warm_file
+from server.warm_up import warm_up
 from server.workers import Workers
 
 CLOSE_PATIENCE_S = 1.0
@@ -73,6 +75,7 @@ class Control:
         self.server = server
         self.connection = connection
         self._ready_generation = 0
+        self._warm_up: asyncio.Task[None] | None = None
         front.tell = self.tell
         front.pool.on_ready = self.maybe_serve
 
@@ -121,7 +124,35 @@ class Control:
             return
         pool.serving = True
         self._open_indexes()
-        self.tell({"event": "serving", "generation": pool.generation})
+        pool.warming = bool(self.front.config.warm)
+        if pool.warming:
+            self._warm_up = asyncio.create_task(self._warm(pool.generation))
+            self._warm_up.add_done_callback(_exit_on_bug)
+        else:
+            self._say_ready()
+
+    def _say_ready(self) -> None:
+        self.tell({"event": "serving", "generation": self.front.pool.generation})
+
+    async def _warm(self, generation: int) -> None:
+        """Fill the caches of this generation's ranks, then say that they serve. Ranks that fail meanwhile are the supervisor's matter."""
+        front, pool = self.front, self.front.pool
+        failure: DixError | None = None
+        try:
+            await warm_up(front, await front.workers.run(read_warm_file, front.config.warm))
+        except DixError as error:
+            failure = error
+        except ApiError as error:
+            failure = ServerFailed(f"the warm-up failed: {error.message}", hint="dix logs")
+        if pool.generation != generation or not pool.serving or pool.draining:
+            return
+        if failure is not None:
+            log.error("%s", failure)
+        if failure is not None and generation <= 1:
+            self.tell({"event": "fatal", "message": str(failure), "hint": failure.hint, "exit_code": failure.exit_code})
+            return
+        pool.warming = False
+        self._say_ready()
 
     def _open_indexes(self) -> None:
         """For routing by cost: read what the ranks' caches hold. Requests that come earlier are routed by what was sent where."""

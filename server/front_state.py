@@ -107,7 +107,7 @@ class Front:
             return "dead"
         if self.pool.draining:
             return "draining"
-        if self.pool.serving:
+        if self.pool.serving and not (self.pool.warming and self.pool.generation <= 1):
             return "degraded" if self.pool.complaint() else "ready"
         return "starting" if self.pool.generation <= 1 else "degraded"
 

@@ -28,6 +28,7 @@ from server.logs import open_log, tail
 from server.processes import launch_gpus
 from server.state import Lock, ServerState, clean_leftovers, is_running, read_state, same_process, server_dir
 from server.supervisor import STOP_REQUEST_NAME, Supervisor
+from server.warm_file import read_warm_file
 
 OnEvent = Callable[[dict[str, Any]], None]
 EVENTS_NAME = "events.jsonl"
@@ -121,6 +122,7 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
         _find_cache(directory)
         keys = api_keys + read_keys(launch.server.api_key_file)
         _check_exposure(launch.server, keys, on_event)
+        _check_warm_file(launch)
         _check_gpus(launch)
         launch_path = launch.prepare()
         open_log(launch.log_dir, "supervisor", launch.server.log_level)
@@ -159,6 +161,16 @@ def _check_exposure(config: ServerConfig, keys: list[str], on_event: OnEvent) ->
             raise ConfigError(f"server.host is {config.host!r} and there is no API key", hint="--api-key-file FILE, or --host 127.0.0.1")
         message = f"listening on {config.host} without an API key: anyone who can reach this machine can use the model"
         on_event({"event": "warning", "message": message, "hint": "--api-key-file FILE"})
+
+
+def _check_warm_file(launch: Launch) -> None:
+    """Before anything is loaded. Raises ConfigError."""
+    if not read_warm_file(launch.server.warm):
+        return
+    if not launch.hicache.enabled:
+        raise ConfigError("server.warm needs the host prefix cache", hint="--hicache-size-gb auto, or no --warm")
+    if launch.hicache.isolation == "api_key":
+        raise ConfigError("server.warm fills the cache of no API key", hint="hicache.isolation none or field, or no --warm")
 
 
 def _check_gpus(launch: Launch) -> None:

@@ -68,7 +68,7 @@ class RankPool:
         self.ranks = [RankView(rank) for rank in range(size)]
         self.generation = 0
         self.key_space: KeySpace | None = None  # of the ranks' caches, once the router can ask them
-        self.serving = False
+        self.serving = self.warming = False
         self.draining = False
         self.dead = False
         self.on_ready: Callable[[], None] = lambda: None
@@ -91,7 +91,7 @@ class RankPool:
         if generation <= self.generation:
             return
         self.generation = generation
-        self.serving = False
+        self.serving = self.warming = False
         self.router.forget(view.rank for view in self.ranks)
         self.router.stored = self.key_space = None
         for view in self.ranks:
@@ -135,6 +135,8 @@ class RankPool:
         """Why the ranks do not serve, or ""."""
         if not self.serving:
             return "the ranks are not ready"
+        if self.warming:
+            return "the prefix cache is being filled"
         return next((text for view in self.ranks if (text := self.heartbeats.read(view.rank).complaint)), "")
 
     # --- requests --------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from engine.request import FinishReason, Output, Request, Timing, TokenLogprob
 from server.launch import Launch
 
 SCRIPT_FILE = "fake.json"
+KEPT_FILE = "kept.jsonl"  # one line per prompt that was pinned
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class FakeEngine:
         self.kv_format = ""
         self.idle = True
         self.left = False
-        self.kept: dict[tuple[int, ...], float] = {}
         self._path = script
         self._rank = rank
         self._running: dict[str, _Running] = {}
@@ -149,7 +149,8 @@ class FakeEngine:
 
     def keep_prefix(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
         stored = max((_common(tokens, prompt) for prompt in self._seen), default=0)
-        self.kept = {**self.kept, tuple(tokens): ttl_s}
+        with self._path.with_name(KEPT_FILE).open("a") as file:
+            file.write(json.dumps({"rank": self._rank, "ids": tokens, "salt": salt, "ttl_s": ttl_s}) + "\n")
         return {"pinned_tokens": stored if ttl_s else 0, "restorable_tokens": stored}
 
     def leave(self) -> None:

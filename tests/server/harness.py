@@ -21,7 +21,7 @@ from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
 from server.state import ServerState, read_state, server_dir
-from tests.server.fake_engine import SCRIPT_FILE
+from tests.server.fake_engine import KEPT_FILE, SCRIPT_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORY = "tests.server.fake_engine:build"
@@ -72,6 +72,11 @@ class FakeServer:
         lines = [json.loads(line) for line in self.record_path.read_text().splitlines()] if self.record_path.exists() else []
         return [line for line in lines if not (line["ids"] == [1] and line["max_tokens"] == 1)]
 
+    def kept(self) -> list[dict[str, Any]]:
+        """Prompts that the engines were asked to pin."""
+        path = self.directory / KEPT_FILE
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
     def current(self) -> ServerState:
         state = read_state(self.directory)
         assert state is not None
@@ -84,7 +89,7 @@ class FakeServer:
         return launcher.stop(NAME, self.base, grace_s)
 
 
-def start_fake(dp: int = 1, isolation: str = "none", **server: Any) -> FakeServer:
+def start_fake(dp: int = 1, isolation: str = "none", hicache_size_gb: float = 0, **server: Any) -> FakeServer:
     """Start in a short temporary directory: socket paths have a limit."""
     base = Path(tempfile.mkdtemp(prefix="dxt-", dir="/tmp"))
     model = write_model_dir(base / "model")
@@ -94,7 +99,7 @@ def start_fake(dp: int = 1, isolation: str = "none", **server: Any) -> FakeServe
     try:
         state = launcher.start(
             EngineConfig(model=str(model), dp=dp),
-            HiCacheConfig(size_gb=0, isolation=isolation),
+            HiCacheConfig(size_gb=hicache_size_gb, isolation=isolation),
             ServerConfig(**options),
             name=NAME,
             state_dir=base,
