@@ -5,7 +5,7 @@
 
 namespace dix {
 
-void Backbone::run(bool compact, float* logits) {
+void Backbone::run(bool compact, bool keep, float* logits) {
     place();
     w_.team.begin(count_);
     w_.members.resize(w_.team.members());
@@ -33,7 +33,13 @@ void Backbone::run(bool compact, float* logits) {
         if (layer.tap && wanted > 0) {
             tap(taps++);
             if (taps == wanted && share_) store_own_taps();
-            if (taps == wanted && !share_) store_taps(w_.taps.get(0));
+            if (taps == wanted && !share_) {
+                if (keep && can_keep_taps()) {
+                    keep_taps();
+                } else {
+                    store_taps(w_.taps.get(0));
+                }
+            }
         }
         begin_attention(layer);
         const float* keys = gather(Gathered::kKeys, w_.key.get(0), m_.head_dim, w_.shared_key, stored_rows());
@@ -204,6 +210,56 @@ void Backbone::store_taps(const float* taps) {
         });
         store_keys(stage.ring, key);
     }
+    for (const Slice& s : stored()) tap_window(s.slot).first = tap_window(s.slot).end = s.end;
+}
+
+TapWindow& Backbone::tap_window(int slot) const {
+    if (size_t(slot) >= w_.tap_windows.size()) w_.tap_windows.resize(slot + 1);
+    return w_.tap_windows[slot];
+}
+
+bool Backbone::can_keep_taps() const {
+    return std::all_of(w_.slices.begin(), w_.slices.end(), [&](const Slice& s) { return s.rows <= m_.draft->block_size + 1; });
+}
+
+// Nobody may ever draft from these positions, and who does may find half of them refused: only copy what a draft would start from.
+void Backbone::keep_taps() {
+    const int64_t width = m_.draft->main_proj.cols, places = tap_places();
+    for (const Slice& s : w_.slices) {
+        TapWindow& t = tap_window(s.slot);
+        // A gap, or a start before what is kept: others have written the ring up to here, or the slot has a new sequence.
+        if (s.first() < t.first || s.first() > t.end) t.first = s.first();
+        t.end = s.end;
+        t.first = std::max(t.first, t.end - int(places));
+        t.rows.resize(size_t(places * width));
+        for (int p = s.first(); p < s.end; ++p) {
+            const float* row = w_.taps.get(0) + (s.row + p - s.first()) * width;
+            std::memcpy(t.rows.data() + p % places * width, row, width * sizeof(float));
+        }
+    }
+}
+
+void Backbone::settle_taps(const int32_t* ints, int count) {
+    const int64_t width = m_.draft->main_proj.cols, places = tap_places();
+    w_.slices.clear();
+    for (int i = 0; i < count; ++i, ints += 4) {
+        const TapWindow& t = tap_window(ints[2]);
+        Slice s = {};
+        s.slot = ints[2];
+        s.end = std::min(t.end, ints[1] + 1);
+        s.start = std::max(t.first, ints[1] + 1 - m_.window);
+        s.rows = s.end - s.start;
+        if (s.rows > 0) w_.slices.push_back(s);
+    }
+    if (w_.slices.empty()) return;
+    place();
+    w_.team.begin(0);
+    float* taps = w_.taps.get(size_t(count_) * width);
+    for (const Slice& s : w_.slices) {
+        const float* rows = tap_window(s.slot).rows.data();
+        for (int p = s.start; p < s.end; ++p) std::memcpy(taps + (s.row + p - s.start) * width, rows + p % places * width, width * sizeof(float));
+    }
+    store_taps(taps);
 }
 
 void Backbone::read_logits(float* logits) {
@@ -229,10 +285,10 @@ void Backbone::read_output(int row, float* x) const {
     rms_norm(x, m_.norm, m_.rms_eps, m_.hidden, x);
 }
 
-// ints: number of slices, compact; per slice start, length, slot, floor, rect, logits, number of blocks, the blocks, earlier ids, own ids.
-bool read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& slices) {
+// ints: number of slices, flags; per slice start, length, slot, floor, rect, logits, number of blocks, the blocks, earlier ids, own ids.
+int read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& slices) {
     const int count = *ints++;
-    const bool compact = *ints++ != 0;
+    const int flags = *ints++;
     slices.clear();
     for (int i = 0; i < count; ++i) {
         Slice s = {};
@@ -248,7 +304,7 @@ bool read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& sl
         ints = s.ids + model.ngrams - 1 + s.rows;
         slices.push_back(s);
     }
-    return compact;
+    return flags;
 }
 
 namespace {
@@ -297,8 +353,8 @@ extern "C" void dix_set_threads(void* work, int threads, int least_rows, int pol
 // logits: [wanted rows, V].
 extern "C" void dix_step(const dix::Model* model, void* work, const int32_t* ints, float* logits) {
     auto& w = *static_cast<dix::Workspace*>(work);
-    const bool compact = dix::read_slices(*model, ints, w.slices);
-    dix::Backbone(*model, w, nullptr).run(compact, logits);
+    const int flags = dix::read_slices(*model, ints, w.slices);
+    dix::Backbone(*model, w, nullptr).run(flags & dix::kCompact, flags & dix::kKeepTaps, logits);
 }
 
 // The same for a caller that wants only the largest of the first `num_ids` logits of each of the `wanted` rows, and its place.

@@ -1,7 +1,7 @@
 // The draft stages: a block of noise tokens behind the last known one, seen by all of its rows, over the windows of main keys.
 #include <algorithm>
 
-#include "cpu_step.h"
+#include "cpu_backbone.h"
 
 namespace dix {
 namespace {
@@ -11,6 +11,7 @@ void draft_block(const Model& m, Workspace& w, const int32_t* ints, int count, f
     const Draft& draft = *m.draft;
     const int size = draft.block_size;
     std::vector<int32_t> ids;
+    Backbone(m, w, nullptr).settle_taps(ints, count);
     w.slices.clear();
     for (int i = 0; i < count; ++i) {
         const int32_t *own = ints + 4 * i, position = own[1];

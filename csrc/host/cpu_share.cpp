@@ -75,12 +75,12 @@ extern "C" void dix_step_shared(const dix::Model* model, void* work, const int32
                                 int32_t own_to, dix::Gather exchange, float* logits) {
     auto& w = *static_cast<dix::Workspace*>(work);
     dix::Share share = {{}, own_from, own_to, exchange};
-    const bool compact = dix::read_slices(*model, ints, share.sequences);
+    const int flags = dix::read_slices(*model, ints, share.sequences);
     int row = 0;
     for (dix::Slice& s : share.sequences) {
         s.row = row;
         row += s.rows;
     }
     w.slices = dix::cut(share.sequences, pieces, num_pieces);
-    dix::Backbone(*model, w, &share).run(compact, logits);
+    dix::Backbone(*model, w, &share).run(flags & dix::kCompact, false, logits);
 }

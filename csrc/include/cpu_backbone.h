@@ -13,7 +13,10 @@ class Backbone : Rows {
    public:
     // share: when several ranks compute the step's rows; w.slices are then this rank's pieces.
     Backbone(const Model& model, Workspace& work, Share* share) : Rows(model, work), share_(share) {}
-    void run(bool compact, float* logits);
+    // keep: leave the taps to the next draft, which needs them only if there is one.
+    void run(bool compact, bool keep, float* logits);
+    // Bring the draft stages' windows up to the positions of a draft. ints: see `draft_block`.
+    void settle_taps(const int32_t* ints, int count);
 
    private:
     void look_up(const Engram& engram);
@@ -36,6 +39,10 @@ class Backbone : Rows {
     void tap(int place);
     void store_taps(const float* taps);
     void store_own_taps();
+    bool can_keep_taps() const;
+    void keep_taps();
+    TapWindow& tap_window(int slot) const;
+    int tap_places() const { return m_.window + m_.draft->block_size + 1; }
     void read_logits(float* logits);
     void read_output(int row, float* x) const;
     // The sequences whose keys this step stores, and the one that a slice belongs to.
@@ -52,6 +59,9 @@ class Backbone : Rows {
     bool decoder_ = false;
 };
 
-bool read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& slices);
+// Flags of a step, beside its slices.
+enum StepFlags { kCompact = 1, kKeepTaps = 2 };
+
+int read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& slices);
 
 }  // namespace dix

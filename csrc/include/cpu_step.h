@@ -53,6 +53,13 @@ struct MemberScratch {
     Buffer<uint64_t> order;
 };
 
+// Taps of a state slot's newest positions that no draft stage has read yet: those of [first, end), position p in row p % places. What lies
+// before `first` is in the stages' rings already.
+struct TapWindow {
+    int first = 0, end = 0;
+    std::vector<float> rows;
+};
+
 // Scratch memory of a model, kept from step to step. Parts of a step that the team shares find every buffer at its size.
 struct Workspace {
     Buffer<float> h, x, y, pre, next_pre, post, comb, raw, both, latent, key, q, o, t, plain, scaled, index_q, index_w;
@@ -63,6 +70,7 @@ struct Workspace {
     std::vector<MemberScratch> members{1};
     Picks picks;
     std::vector<Slice> slices;
+    std::vector<TapWindow> tap_windows;  // by state slot; only slots that decode steps have used take memory
     Team team;
 };
 

@@ -22,6 +22,7 @@ from engine.readout import Largest
 
 # A step of so many rows computes a billion operations or more, which is worth waking threads for.
 LEAST_SHARED_ROWS = 64
+_COMPACT, _KEEP_TAPS = 1, 2  # flags of a step in cpu_backbone.h
 _ROWS = {LogitRows.NONE: 0, LogitRows.LAST: 1, LogitRows.ALL: 2}
 
 
@@ -82,12 +83,13 @@ class NativeModel:
         return logits
 
     def _pack(self, batch: Batch, truncation: Truncation) -> array[int]:
-        ints = [len(batch.slices), 0]
+        # The taps of decode and verify steps wait for the next draft, if there is one.
+        ints = [len(batch.slices), 0 if batch.kind is StepKind.PREFILL else _KEEP_TAPS]
         cut = batch.kind is StepKind.PREFILL and truncation.mode is not TruncationMode.OFF
         for s in batch.slices:
             rect = max(0, s.total_len - truncation.keep) if cut else 0
             if rect and truncation.mode is TruncationMode.COMPACT:
-                ints[1] = 1
+                ints[1] = _COMPACT
                 self._check_kept(s, rect)
             self._append(ints, s, rect)
         return array("i", ints)

@@ -163,6 +163,31 @@ def test_greedy_drafts_are_those_of_the_tensors(plain):
         assert runner.draft_greedy(slices) == (output.token_ids.tolist(), output.confidence.tolist())
 
 
+def draft_after(runner, slot, start, steps, *, drafting, refused=0):
+    """The draft behind `steps` decode steps. drafting: also draft behind each of them; refused: rows of a step that are taken back."""
+    seq = Seq(runner, PROMPTS[3], slot)
+    prefill(seq, [start])
+    for _ in range(steps):
+        decode([seq], 1 + refused, StepKind.VERIFY)
+        seq.done -= refused
+        if drafting:
+            runner.draft([DraftSlice(9, seq.done - 1, slot)])
+    output = runner.draft([DraftSlice(9, seq.done - 1, slot)])
+    return torch.cat((output.logits.flatten(), output.confidence.flatten()))
+
+
+@pytest.mark.parametrize("refused", [0, 3])
+@pytest.mark.parametrize(("start", "steps"), [(40, 1), (40, 7), (10, 90)])
+def test_a_draft_does_not_depend_on_when_its_window_was_filled(plain, start, steps, refused):
+    """Decode steps leave that to the next draft. 90 steps are more than a window; slot 3 held another sequence before."""
+    eager, native = plain
+    steps = min(steps, (len(PROMPTS[3]) - start) - 1 - refused)
+    draft_after(native, 3, 60, 20, drafting=False, refused=refused)
+    often, once = (draft_after(native, slot, start, steps, drafting=slot == 2, refused=refused) for slot in (2, 3))
+    assert torch.equal(often, once)
+    assert (draft_after(eager, 1, start, steps, drafting=False, refused=refused) - once).abs().max() <= EXACT
+
+
 def test_a_greedy_step_gives_the_largest_logits_and_no_more(plain):
     eager, native = plain
     assert isinstance(eager.run_greedy(Batch(StepKind.PREFILL, [Seq(eager, PROMPTS[2], 1).slice(9)])), torch.Tensor)
