@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from engine.request import Sequence
 
-HOLD = "hold"  # the value of a plan's kind that makes a sequence wait for another one's prefix
+
+class PlanKind(StrEnum):
+    """What the scheduler may do with a sequence without blocks: admit it, with or without a restore, or let others pass meanwhile."""
+
+    HIT = "hit"
+    MISS = "miss"
+    HOLD = "hold"
 
 
 class PrefixCacheLike(Protocol):
     """One thread, never blocks. Every sequence handed to `restore` reaches `finish` on every exit path.
 
-    A plan is the cache's own record; the scheduler reads only its `kind`, a string enum: hit, miss or hold.
+    A plan is the cache's own record; the scheduler reads only its `kind`.
     """
 
     def begin_step(self, *, decoding: bool = False) -> None:
@@ -60,7 +67,7 @@ class PrefixCacheLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoPlan:
-    kind: str = "miss"
+    kind: PlanKind = PlanKind.MISS
 
 
 class NoPrefixCache:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.batch import LogitRows, SequenceSlice, StepKind
 from engine.block_manager import Admit, BlockManager
-from engine.cache_contract import HOLD, PrefixCacheLike
+from engine.cache_contract import PlanKind, PrefixCacheLike
 from engine.output_processor import OutputProcessor
 from engine.request import FinishReason, Sequence
 from engine.step import SchedulerLimits, Step
@@ -87,7 +87,7 @@ class PrefillQueue:
         if admit is not Admit.OK:
             return admit
         plan = self._cache.plan(seq)
-        if plan.kind == HOLD:
+        if plan.kind is PlanKind.HOLD:
             self._cache.abandon(plan)
             return None
         if not limits.chunked_prefill and seq.prefill_len > budget:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cache_contract import PlanKind
 from engine.cache_counters import CacheCounters, arena_leaves
 from engine.cache_faults import flip
 from engine.cache_herd import Herd
@@ -19,7 +20,7 @@ from engine.cache_pins import KeptPrefixes
 from engine.cache_sources import CacheSources
 from engine.cache_store import CopyFailures, PrefixWriter
 from engine.page_mover import BAD_STATE, INTACT, PageMover
-from engine.prefix_plan import Match, Plan, PlanKind
+from engine.prefix_plan import Match, Plan
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError

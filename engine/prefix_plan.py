@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
+from engine.cache_contract import PlanKind
 from engine.request import Sequence
 from hicache.index import NONE, StateReason
 from hicache.peers import PeerMatch
-
-
-class PlanKind(StrEnum):
-    """What the scheduler may do with a fresh sequence."""
-
-    HIT = "hit"
-    MISS = "miss"
-    HOLD = "hold"
 
 
 @dataclass(slots=True, eq=False)

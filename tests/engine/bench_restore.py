@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.cache_contract import PlanKind
 from engine.prefix_cache import PrefixCache
-from engine.prefix_plan import PlanKind
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from tests.hicache.fake_kv import make_sequence

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.batch import StepKind
-from engine.cache_contract import NoPlan, NoPrefixCache
+from engine.cache_contract import NoPlan, NoPrefixCache, PlanKind
 from engine.distributed import Group, SoloGroup
 from engine.prefill_gate import PrefillGate, VoteRule
 from engine.request import Output, Request, SamplingParams, Sequence
@@ -152,7 +152,7 @@ class RecordingCache(NoPrefixCache):
     def plan(self, seq: Sequence) -> NoPlan:
         self.pinned.add(seq.seq_id)
         self.calls.append(("plan", seq.request.request_id))
-        return NoPlan("hold" if seq.request.request_id in self.holds else "miss")
+        return NoPlan(PlanKind.HOLD if seq.request.request_id in self.holds else PlanKind.MISS)
 
     def abandon(self, plan: NoPlan) -> None:
         self.calls.append(("abandon",))

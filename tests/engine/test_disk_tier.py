@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import hicache.disk
+from engine.cache_contract import PlanKind
 from engine.disk_tier import DiskTier
 from engine.errors import ConfigError
 from engine.prefix_cache import PrefixCache
-from engine.prefix_plan import PlanKind
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from engine.cache_contract import PlanKind
 from engine.errors import ConfigError
 from engine.prefix_cache import PrefixCache
-from engine.prefix_plan import Plan, PlanKind
+from engine.prefix_plan import Plan
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.host_pool import Owner

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.cache_contract import PlanKind
 from engine.prefix_cache import PrefixCache
-from engine.prefix_plan import PlanKind
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.host_pool import Owner

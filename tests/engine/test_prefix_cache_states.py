@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from engine.cache_contract import PlanKind
 from engine.cache_start import build_prefix_cache
 from engine.errors import ConfigError
 from engine.prefix_cache import PrefixCache
-from engine.prefix_plan import PlanKind
 from engine.request import FinishReason, Request, SamplingParams, Sequence
 from hicache.config import HiCacheConfig
 from hicache.index import StateReason
