@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,11 +28,10 @@ class LogitRows(StrEnum):
     ALL = "all"
 
 
-@dataclass(slots=True)
-class SequenceSlice:
+class SequenceSlice(msgspec.Struct, frozen=True, gc=False):
     """The part of one sequence that a step computes: `token_ids` at positions start, start+1, ...
 
-    Never changed after it is made; not frozen because one is made per sequence and step, and freezing triples its cost.
+    One is made per sequence and step: a struct costs a fifth of a dataclass, and holds no cycles for the collector to look for.
 
     total_len: tokens of the sequence known at this step (L_total of decoder truncation; ignored in decode).
     history: up to (max n-gram - 1) token ids right before `start`, oldest first, for the n-gram tables.

@@ -7,12 +7,15 @@ from engine.block_manager import BlockManager
 from engine.cache_contract import PrefixCacheLike
 from engine.output_processor import OutputProcessor
 from engine.prefill_queue import PrefillQueue
-from engine.request import FinishReason, Sequence, Status
-from engine.step import SchedulerCounters, SchedulerLimits, Step
+from engine.request import FinishReason, Output, Sequence, Status
+from engine.step import Sampled, SchedulerCounters, SchedulerLimits, Step
 
 
 class DecodeSet:
-    """Owns `running` and the growth of its block tables."""
+    """Owns `running` and the growth of its block tables.
+
+    num_in_flight: decode steps that are planned and not committed.
+    """
 
     def __init__(
         self,
@@ -26,11 +29,7 @@ class DecodeSet:
         self._limits, self._blocks, self._cache = limits, blocks, cache
         self._queue, self._outputs, self._counters = queue, outputs, counters
         self.running: list[Sequence] = []
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a step with a running sequence is still computed."""
-        return any(seq.flights for seq in self.running)
+        self.num_in_flight = 0
 
     @property
     def fits(self) -> bool:
@@ -45,37 +44,52 @@ class DecodeSet:
         """
         self.grow_tables()
         # One pass per step over every sequence: what a step costs beyond the model is mostly spent here.
-        limits, remaining_of = self._limits, self._outputs.remaining
+        limits = self._limits
         history_len, block_size, max_drafts = limits.history_len, limits.block_size, limits.max_drafts
         step = Step(StepKind.DECODE)
+        slices, rooms, seqs = step.slices, step.rooms, step.seqs
         for seq in self.running:
-            remaining = remaining_of(seq)
-            if seq.flights and remaining <= 1:
-                continue
             token_ids, table = seq.token_ids, seq.block_table
             count = len(token_ids)
-            last = count - 1
+            last, remaining = count - 1, seq.max_len - count
+            if seq.flights and remaining <= 1:
+                continue
             if max_drafts:
                 self._reserve(seq, min(remaining - 1, seq.pending + max_drafts))
             history = tuple(token_ids[last - history_len : last] if last >= history_len else token_ids[:last])
-            step.slices.append(SequenceSlice(token_ids[last:], last, count, table, seq.state_slot, history))
-            room = min(remaining - 1, len(table) * block_size - count)
-            step.rooms.append(room)
-            step.seqs.append(seq)
+            slices.append(SequenceSlice([token_ids[last]], last, count, table, seq.state_slot, history))
+            room = len(table) * block_size - count
+            room = room if room < remaining else remaining - 1
+            rooms.append(room)
+            seqs.append(seq)
             seq.flights += 1
             seq.pending = 1 + (min(max_drafts, room) if max_drafts else 0)
-        step.rows.extend(step.seqs)
+        step.rows.extend(seqs)
+        self.num_in_flight += bool(seqs)
         return step
 
-    def drop_finished(self) -> None:
-        self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+    def commit(self, step: Step, sampled: Sampled) -> list[Output]:
+        """Take in the tokens of a step that `select` has planned."""
+        append, land = self._outputs.append, self._outputs.land
+        finished = self._counters.finished
+        outputs = []
+        for row, seq in enumerate(step.rows):
+            if seq.status is Status.RUNNING:
+                outputs.append(append(seq, row, sampled))
+            land(seq)
+        self.num_in_flight -= 1
+        if self._counters.finished != finished:
+            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+        return outputs
 
     # ---- blocks
 
     def grow_tables(self) -> None:
         """Give blocks to each sequence whose newest token may have none yet; preempt only when one is really missing."""
         blocks, block_size, most_tokens = self._blocks.blocks, self._limits.block_size, self._most_tokens
-        short = [seq for seq in self.running if most_tokens(seq) > len(seq.block_table) * block_size]
+        short = [
+            seq for seq in self.running if (most_tokens(seq) if seq.flights else len(seq.token_ids)) > len(seq.block_table) * block_size
+        ]
         if len(short) > blocks.num_free:
             self._return_surplus()
         for seq in short:
@@ -88,7 +102,7 @@ class DecodeSet:
     def _most_tokens(self, seq: Sequence) -> int:
         """Tokens of a sequence when a step in flight adds as many as it can without ending it."""
         count = len(seq.token_ids)
-        return count + min(seq.pending, self._outputs.remaining(seq) - 1) if seq.flights else count
+        return count + min(seq.pending, seq.remaining - 1) if seq.flights else count
 
     def _reserve(self, seq: Sequence, more: int) -> None:
         """Blocks for tokens that may follow. Free ones are taken, but nobody is preempted for drafts."""
@@ -113,7 +127,7 @@ class DecodeSet:
         """
         if len(self.running) == 1:
             return self.running[0]
-        closest = min(self.running, key=lambda seq: (self._outputs.remaining(seq), seq.seq_id))
+        closest = min(self.running, key=lambda seq: (seq.remaining, seq.seq_id))
         return min(
             (seq for seq in self.running if seq is not closest),
             key=lambda seq: (len(seq.token_ids) / len(seq.block_table), -seq.seq_id),

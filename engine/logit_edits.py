@@ -1,4 +1,4 @@
-"""Changes to a row's raw logits before temperature: bias, penalties, forbidden ends. Neutral parameters touch nothing."""
+"""Changes to a row's raw logits before temperature: bias, penalties, forbidden ends. Neutral parameters (`traits.edits`) touch nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.request import SamplingParams, Sequence
-
-
-def edits_logits(params: SamplingParams) -> bool:
-    """Whether a request with these parameters can need an edit at all."""
-    return bool(
-        params.logit_bias
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or params.min_tokens > 0
-    )
+from engine.request import Sequence
 
 
 @dataclass(slots=True)

@@ -28,6 +28,9 @@ class OutputProcessor:
     def add(self, seq: Sequence) -> None:
         assert seq.request.request_id not in self._by_id, f"request {seq.request.request_id} is already here"
         self._by_id[seq.request.request_id] = seq
+        limits, params = self._limits, seq.request.params
+        seq.max_len = min(seq.prompt_len + params.max_tokens, limits.max_model_len + 1)
+        seq.stop_ids = frozenset(params.stop_token_ids) if params.ignore_eos else limits.eos_token_ids.union(params.stop_token_ids)
 
     def find(self, request_id: str) -> Sequence | None:
         return self._by_id.get(request_id)
@@ -45,26 +48,27 @@ class OutputProcessor:
         """Append a row's tokens up to the first that ends the sequence."""
         if row in sampled.errors:
             return self._output(seq, [], FinishReason.ERROR, error=sampled.errors[row])
-        tokens = sampled.token_ids[row]
-        token_ids = seq.token_ids
+        tokens, token_ids, stop_ids, max_len = sampled.token_ids[row], seq.token_ids, seq.stop_ids, seq.max_len
         reason = stop_token_id = None
         for count, token in enumerate(tokens, 1):
             token_ids.append(token)
-            reason = self._end_reason(seq, token)
-            if reason is not None:
-                tokens = tokens[:count]
-                stop_token_id = token if reason is FinishReason.STOP else None
-                break
+            if token in stop_ids:
+                reason, stop_token_id = FinishReason.STOP, token
+            elif len(token_ids) >= max_len:
+                reason = FinishReason.LENGTH
+            else:
+                continue
+            tokens = tokens[:count]
+            break
         seq.num_computed = len(token_ids) - 1
         self._counters.generated_tokens += len(tokens)
-        logprobs = sampled.logprobs[row][: len(tokens)] if row in sampled.logprobs else []
+        logprobs = tuple(sampled.logprobs[row][: len(tokens)]) if row in sampled.logprobs else ()
+        drafted = sampled.drafted[row] if sampled.drafted else 0
+        # Drafts behind a sequence's end are not kept.
+        accepted = self._count_drafts(drafted, min(len(sampled.token_ids[row]) - 1, len(tokens))) if drafted else 0
         if reason is None and seq.first_token_s:
-            output = Output(seq.request.request_id, tokens, None, None, logprobs)
-        else:
-            output = self._output(seq, tokens, reason, stop_token_id, logprobs)
-        if sampled.drafted and sampled.drafted[row]:
-            self._count_drafts(sampled.drafted[row], len(sampled.token_ids[row]) - 1, output)
-        return output
+            return Output(seq.request.request_id, tokens, None, None, logprobs, None, None, drafted, accepted)
+        return self._output(seq, tokens, reason, stop_token_id, logprobs, drafted, accepted)
 
     def land(self, seq: Sequence) -> None:
         """A step with this sequence is computed."""
@@ -76,29 +80,14 @@ class OutputProcessor:
         if seq.status is Status.FINISHED:
             self._release(seq)
 
-    def remaining(self, seq: Sequence) -> int:
-        """Most tokens that a sequence may still produce, those of a step in flight included."""
-        return min(seq.request.params.max_tokens + seq.prompt_len, self._limits.max_model_len + 1) - len(seq.token_ids)
-
-    def _count_drafts(self, drafted: int, kept: int, output: Output) -> None:
-        """Note how many drafts were checked and kept; drafts behind a sequence's end are not kept."""
-        output.drafted, output.accepted = drafted, min(kept, len(output.token_ids))
+    def _count_drafts(self, drafted: int, accepted: int) -> int:
+        """Note how many drafts were checked and kept. Returns the latter."""
         counters = self._counters
         counters.verifications += 1
         for place in range(drafted):
             counters.verified_at[place] += 1
-            counters.accepted_at[place] += place < output.accepted
-
-    def _end_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Why a sequence ends with the token just appended, or None."""
-        params = seq.request.params
-        limits = self._limits
-        if (token in limits.eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
-            return FinishReason.STOP
-        length = len(seq.token_ids)
-        if length - seq.prompt_len >= params.max_tokens or length > limits.max_model_len:
-            return FinishReason.LENGTH
-        return None
+            counters.accepted_at[place] += place < accepted
+        return accepted
 
     def _output(
         self,
@@ -106,7 +95,9 @@ class OutputProcessor:
         tokens: list[int],
         reason: FinishReason | None,
         stop_token_id: int | None = None,
-        logprobs: list[TokenLogprob] | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        drafted: int = 0,
+        accepted: int = 0,
         error: str = "",
     ) -> Output:
         """An output that is a request's first, its last, or both."""
@@ -123,7 +114,8 @@ class OutputProcessor:
             self._counters.cached_tokens += cached_tokens
         if reason is not None:
             self._retire(seq, reason)
-        return Output(seq.request.request_id, tokens, reason, stop_token_id, logprobs or [], cached_tokens, timing, error=error)
+        request_id = seq.request.request_id
+        return Output(request_id, tokens, reason, stop_token_id, logprobs, cached_tokens, timing, drafted, accepted, error)
 
     def _retire(self, seq: Sequence, reason: FinishReason) -> None:
         """The one exit of every sequence."""

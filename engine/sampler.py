@@ -7,38 +7,22 @@ not depend on its batch. Requests with a seed draw by a race, which speculation 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
-from engine.logit_edits import LogitEdits, edits_logits
+from engine.logit_edits import LogitEdits
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.readout import Largest, Readout, row_errors, to_device
-from engine.request import SamplingParams, Sequence, TokenLogprob
+from engine.request import SamplingParams, SamplingTraits, Sequence, TokenLogprob
 from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
 from engine.step import Sampled
 from engine.structured_output import RowMasks, apply_masks, draft_masks, row_masks
 
 LOGPROB_FLOOR = -9999.0  # instead of minus infinity, which JSON cannot carry
 NUM_CANDIDATES = 256  # ids that are sorted first when filtering; usual top-p and top-k keep far fewer
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """Which parts of the work a request's parameters need. Holds `params`, so that its id stays unique while cached."""
-
-    params: SamplingParams
-    edits: bool
-    greedy: bool
-    filters: bool
-    logprobs: bool
-    plain_greedy: bool
-    on_device: bool
-    plain_drawn: bool
 
 
 class Sampler:
@@ -48,20 +32,19 @@ class Sampler:
         self.num_tokens = num_tokens
         self._edits = LogitEdits(eos_token_ids)
         self.poison_next_row = False  # fault injection: the next step's first row becomes NaN
-        self._traits: dict[int, _Traits] = {}
 
     def __call__(self, logits: Tensor, rows: list[Sequence]) -> Sampled:
         """logits: [R, V] fp32; may be changed in place at ids without a token. rows: the R sequences, in order.
 
         A row with NaN, +inf or nothing but -inf gets an error and harms no other row.
         """
-        traits = self._prepare(logits, rows)
-        if self._all_plain(traits, rows):
+        self._prepare(logits, rows)
+        if _all_plain(rows):
             return take_largest(_greedy(logits))
-        return self._sample(logits, rows, traits)
+        return self._sample(logits, rows, [seq.traits for seq in rows])
 
     @torch.inference_mode()
-    def _sample(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits]) -> Sampled:
+    def _sample(self, logits: Tensor, rows: list[Sequence], traits: list[SamplingTraits]) -> Sampled:
         masks = row_masks(rows, logits.shape[1])
         work, errors = self._constrain(logits, rows, traits, masks)
         chosen = work.argmax(dim=-1)
@@ -77,7 +60,8 @@ class Sampler:
     @torch.inference_mode()
     def enqueue(self, logits: Tensor, rows: list[Sequence]) -> Readout | None:
         """As a call, but without waiting for the device. None when a row needs the host in between: edits, grammars, filters."""
-        traits = self._prepare(logits, rows)
+        self._prepare(logits, rows)
+        traits = [seq.traits for seq in rows]
         kernel = logits.is_cuda and SAMPLE_ROWS.backend != "reference"  # which filters as well
         if any(seq.matcher is not None for seq in rows) or not all(t.on_device or (kernel and t.plain_drawn) for t in traits):
             return None
@@ -97,16 +81,16 @@ class Sampler:
         logits: [R, V] fp32, rows of sequence 0 behind its last token and behind each of its drafts, then sequence 1 and so on.
         The result has one entry per sequence.
         """
-        each = self._prepare(logits, seqs, sum(map(len, drafts)))
-        if self._all_plain(each, seqs):
+        self._prepare(logits, seqs, sum(map(len, drafts)))
+        if _all_plain(seqs):
             return take_largest(_greedy(logits), drafts)
-        return self._verify(logits, seqs, drafts, proposals, each)
+        return self._verify(logits, seqs, drafts, proposals)
 
     @torch.inference_mode()
-    def _verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals, each: list[_Traits]) -> Sampled:
+    def _verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals) -> Sampled:
         masks = draft_masks(seqs, drafts, logits.shape[1])
         rows = DraftedRows.of(seqs, drafts)
-        traits = [t for t, ids in zip(each, drafts, strict=True) for _ in range(len(ids) + 1)]
+        traits = [seq.traits for seq in rows.seqs]
         work, errors = self._constrain(logits, rows.seqs, traits, masks, rows.ahead)
         tokens = work.argmax(dim=-1).tolist()
         drawn = _drawn(traits, errors)
@@ -125,11 +109,10 @@ class Sampler:
             sampled.logprobs.setdefault(k, []).append(entries[i])
         return sampled
 
-    def _prepare(self, logits: Tensor, rows: list[Sequence], num_drafts: int = 0) -> list[_Traits]:
+    def _prepare(self, logits: Tensor, rows: list[Sequence], num_drafts: int = 0) -> None:
         assert logits.shape[0] == len(rows) + num_drafts, f"{logits.shape[0]} rows of logits for {len(rows)} sequences, {num_drafts} drafts"
         if self.num_tokens < logits.shape[1] or (self.poison_next_row and rows):
             self._spoil(logits, rows)
-        return self._each(rows)
 
     @torch.inference_mode()
     def _spoil(self, logits: Tensor, rows: list[Sequence]) -> None:
@@ -141,13 +124,15 @@ class Sampler:
 
     def wants_largest(self, seqs: list[Sequence]) -> bool:
         """Whether the largest logit of every row is all that anybody wants to know of a step: see `take_largest`."""
-        return not self.poison_next_row and self._all_plain(self._each(seqs), seqs)
-
-    def _all_plain(self, traits: list[_Traits], seqs: list[Sequence]) -> bool:
-        return all(t.plain_greedy for t in traits) and all(seq.matcher is None for seq in seqs)
+        return not self.poison_next_row and _all_plain(seqs)
 
     def _constrain(
-        self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], masks: RowMasks | None, ahead: list[list[int]] | None = None
+        self,
+        logits: Tensor,
+        rows: list[Sequence],
+        traits: list[SamplingTraits],
+        masks: RowMasks | None,
+        ahead: list[list[int]] | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
         """Logits after edits and grammars, and the rows that cannot be used. ahead: drafts between a sequence and its row."""
         errors = row_errors(logits.amax(dim=-1))
@@ -158,7 +143,7 @@ class Sampler:
         empty = (work.amax(dim=-1) == float("-inf")).nonzero()[:, 0].tolist()
         return work, dict.fromkeys(empty, "the grammar allows no token") | masks.errors | errors
 
-    def _edited(self, logits: Tensor, rows: list[Sequence], traits: list[_Traits], ahead: list[list[int]] | None = None) -> Tensor:
+    def _edited(self, logits: Tensor, rows: list[Sequence], traits: list[SamplingTraits], ahead: list[list[int]] | None = None) -> Tensor:
         """A copy with the edited rows, or the same tensor when no row needs an edit: raw log-probabilities read the original."""
         if not any(t.edits for t in traits):
             return logits
@@ -168,31 +153,9 @@ class Sampler:
                 self._edits.apply(work[i], seq, ahead[i] if ahead else ())
         return work
 
-    def _each(self, seqs: list[Sequence]) -> list[_Traits]:
-        known = self._traits
-        return [known.get(id(seq.request.params)) or self._traits_of(seq.request.params) for seq in seqs]
 
-    def _traits_of(self, params: SamplingParams) -> _Traits:
-        traits = self._traits.get(id(params))
-        if traits is None:
-            if len(self._traits) > 4096:
-                self._traits.clear()
-            traits = self._traits[id(params)] = _classify(params)
-        return traits
-
-
-def _classify(params: SamplingParams) -> _Traits:
-    edits = edits_logits(params)
-    greedy = params.temperature == 0.0
-    filters = _is_filtered(params)
-    logprobs = params.logprobs or params.top_logprobs > 0
-    plain = not edits and not logprobs
-    return _Traits(params, edits, greedy, filters, logprobs, greedy and plain, plain and (greedy or not filters), plain and not greedy)
-
-
-def _is_filtered(params: SamplingParams) -> bool:
-    """Whether a draw leaves some tokens out."""
-    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
+def _all_plain(seqs: list[Sequence]) -> bool:
+    return all(seq.traits.plain_greedy and seq.matcher is None for seq in seqs)
 
 
 def _fixed_top_p(params: SamplingParams) -> int:
@@ -270,7 +233,7 @@ def row_draws(rows: list[Sequence], device: torch.device) -> Draws:
         to_device([p.temperature for p in params], torch.float32, device),
         to_device([int(mode) for mode in modes], torch.int32, device),
         to_device(chosen, torch.int64, device),
-        _filters(params, device) if any(map(_is_filtered, params)) else None,
+        _filters(params, device) if any(p.is_filtered for p in params) else None,
     )
 
 
@@ -283,7 +246,7 @@ def _filters(params: list[SamplingParams], device: torch.device) -> Filters:
     )
 
 
-def _drawn(traits: list[_Traits], errors: dict[int, str]) -> list[int]:
+def _drawn(traits: list[SamplingTraits], errors: dict[int, str]) -> list[int]:
     """Rows that need a random number."""
     return [i for i, t in enumerate(traits) if not t.greedy and i not in errors]
 
@@ -340,7 +303,7 @@ def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     temperature = to_device([p.temperature for p in params], logits.dtype, logits.device)
     # The maximum is subtracted first: tiny temperatures would overflow otherwise.
     probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None], dim=-1)
-    filtered = [i for i, p in enumerate(params) if _is_filtered(p)]
+    filtered = [i for i, p in enumerate(params) if p.is_filtered]
     if filtered:
         index = torch.tensor(filtered, device=logits.device)
         probs[index] = filter_candidates(probs[index], [params[i] for i in filtered])

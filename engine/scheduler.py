@@ -110,7 +110,7 @@ class Scheduler:
                 return step
         gate.count_decode_step()
         self.counters.decode_steps += 1
-        if self._decode.in_flight and not self._decode.fits:
+        if self._decode.num_in_flight and not self._decode.fits:
             self._land()
         return self._decode.select()
 
@@ -123,14 +123,7 @@ class Scheduler:
         """
         if step.kind is StepKind.PREFILL:
             return self._commit_prefill(step, sampled)
-        append = self._outputs.append
-        finished = self.counters.finished
-        outputs = [append(seq, row, sampled) for row, seq in enumerate(step.rows) if seq.status is Status.RUNNING]
-        for seq in step.seqs:
-            self._outputs.land(seq)
-        if self.counters.finished != finished:
-            self._decode.drop_finished()
-        return outputs
+        return self._decode.commit(step, sampled)
 
     def _commit_prefill(self, step: Step, sampled: Sampled) -> list[Output]:
         outputs = []

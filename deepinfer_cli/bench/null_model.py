@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.batch import Batch, LogitRows
+from engine.batch import Batch, LogitRows, StepKind
 
 VOCAB = 4096
 BLOCK_SIZE = 128
@@ -57,4 +57,6 @@ class NullRunner:
 
     def run(self, batch: Batch) -> Any:
         """[R, V] fp32: one row for every slice that asks for one."""
-        return self._logits[: sum(piece.logit_rows is not LogitRows.NONE for piece in batch.slices)]
+        slices = batch.slices
+        rows = len(slices) if batch.kind is StepKind.DECODE else sum(piece.logit_rows is not LogitRows.NONE for piece in slices)
+        return self._logits[:rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -101,7 +102,8 @@ class FakeRunner:
         if batch.late is not None:
             ids = batch.late.ids.tolist()
             slices = [
-                piece if row < 0 else replace(piece, token_ids=[ids[row]]) for piece, row in zip(batch.slices, batch.late.rows, strict=True)
+                piece if row < 0 else msgspec.structs.replace(piece, token_ids=[ids[row]])
+                for piece, row in zip(batch.slices, batch.late.rows, strict=True)
             ]
             batch = replace(batch, slices=slices)
         wanted = [row for piece in batch.slices for row in self._run_slice(piece)]

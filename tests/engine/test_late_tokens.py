@@ -1,7 +1,6 @@
 """Plans that are brought up to date: on the host for any number of tokens, on the device for one."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 import torch
 
@@ -57,7 +56,7 @@ def test_late_tokens_on_the_device_give_the_logits_of_known_ones(recorder):
         prefill(seq, [len(ids) - 1])
     slices = [seq.slice(len(ids)) for seq, ids in zip(seqs, PROMPTS, strict=True)]
     wanted = runner.run(Batch(StepKind.DECODE, slices)).clone()
-    hidden = [replace(s, token_ids=[0]) if i != 1 else s for i, s in enumerate(slices)]
+    hidden = [msgspec.structs.replace(s, token_ids=[0]) if i != 1 else s for i, s in enumerate(slices)]
     late = LateTokens([2, -1, 0, 1], torch.tensor([PROMPTS[2][-1], PROMPTS[3][-1], PROMPTS[0][-1]]))
     assert torch.equal(runner.run(Batch(StepKind.DECODE, hidden, late)), wanted)
     assert not torch.equal(runner.run(Batch(StepKind.DECODE, hidden)), wanted)

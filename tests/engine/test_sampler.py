@@ -164,7 +164,7 @@ def test_seed_and_position_decide_the_token():
 def test_neutral_rows_are_bit_unchanged_beside_edited_ones():
     logits = random_logits(3, 40)
     rows = [row(temperature=0), row(temperature=0, logit_bias={7: 3.0}), row(temperature=0, presence_penalty=1.0, output=[9])]
-    work = sampler()._edited(logits, rows, [sampler()._traits_of(r.request.params) for r in rows])
+    work = sampler()._edited(logits, rows, [r.traits for r in rows])
     assert torch.equal(work[0], logits[0])
     changed = (work != logits).nonzero().tolist()
     assert changed == [[1, 7], [2, 9]]

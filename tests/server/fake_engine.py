@@ -136,7 +136,7 @@ class FakeEngine:
             [token],
             reason,
             stop_id,
-            logprobs,
+            tuple(logprobs),
             item.cached if first else None,
             Timing(0.0, 0.0, 0.0) if first else None,
         )

@@ -41,7 +41,7 @@ def outcome(choice):
 
 
 def test_a_stop_string_inside_a_block_counts_nothing_behind_it():
-    entries = [TokenLogprob(-0.5) for _ in range(4)]
+    entries = (TokenLogprob(-0.5),) * 4
     block = Output("r", [7, 9, 8, 8], logprobs=entries)
     choice = fed([block])
     assert outcome(choice) == outcome(fed(singles(block)))

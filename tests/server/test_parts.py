@@ -48,7 +48,7 @@ def test_messages_survive_the_wire() -> None:
     params = SamplingParams(logit_bias={5: -3.0}, stop_token_ids=(1, 2), seed=-(2**63), logprobs=True, top_logprobs=2)
     request = protocol.AddRequest(Request("a", [1, 2, 3], params, cache_read=False))
     assert protocol.decode_to_rank(protocol.encode(request)) == request
-    output = Output("a", [7], FinishReason.STOP, 1, [TokenLogprob(-0.5, [(7, -0.5)])], 3, Timing(0.1, 0.2, 0.3))
+    output = Output("a", [7], FinishReason.STOP, 1, (TokenLogprob(-0.5, [(7, -0.5)]),), 3, Timing(0.1, 0.2, 0.3))
     assert protocol.decode_from_rank(protocol.encode(protocol.Outputs([output]))) == protocol.Outputs([output])
     assert protocol.parse_address(protocol.rank_address(3, 12)) == (3, 12)
 
