@@ -17,12 +17,13 @@ class StopStrings:
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
         self.matched: str | None = None
+        self.active = bool(self._stops)  # else every text is final at once
 
     def push(self, text: str) -> str:
         """Add text; returns the part that no stop string can reach any more."""
         if self.matched is not None:
             return ""
-        if not self._stops:
+        if not self.active:
             return text
         self._held += text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]

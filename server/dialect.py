@@ -61,6 +61,8 @@ class Dialect:
 
     def spell(self, text: str) -> str:
         """Text with control characters replaced by their spellings."""
+        if text.isascii():  # as most text is; control characters are not
+            return text
         return text.replace(DSML, self.dsml).replace(THINK_START, self.think_start).replace(THINK_END, self.think_end)
 
     @property

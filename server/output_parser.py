@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import IntEnum, StrEnum, auto
+
+import msgspec
 
 from engine.request import FinishReason
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -28,8 +29,7 @@ class DeltaKind(StrEnum):
     TOOL_ARGUMENTS = "tool_arguments"
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer. `text` is the text, the next part of a call's arguments, or the name of a call that begins.
 
     tokens: indexes of the generated tokens (from 0, control tokens left out) whose text begins in this piece; calls have none.
@@ -42,8 +42,7 @@ class Delta:
     tokens: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class _Draft:
+class _Draft(msgspec.Struct, gc=False):
     """A delta in the making; pieces are joined once."""
 
     kind: DeltaKind
@@ -53,7 +52,7 @@ class _Draft:
     tokens: list[int]
 
 
-class _State(Enum):
+class _State(IntEnum):  # keys of tables that every token looks into: an integer hashes at once, a plain member calls Python
     REASONING = auto()
     CONTENT = auto()
     BLOCK = auto()
@@ -66,6 +65,7 @@ class _State(Enum):
     DONE = auto()
 
 
+_SECTIONS = {_State.REASONING: DeltaKind.REASONING, _State.CONTENT: DeltaKind.CONTENT}
 _STARTS = {ParseStart.REASONING: _State.REASONING, ParseStart.CONTENT: _State.CONTENT, ParseStart.BLOCK: _State.BLOCK}
 _NAME_END = '">'
 _TYPE_START = '" string='
@@ -158,7 +158,7 @@ class OutputParser:
     @property
     def section(self) -> DeltaKind | None:
         """What a token pushed now belongs to; None inside calls and behind them."""
-        return {_State.REASONING: DeltaKind.REASONING, _State.CONTENT: DeltaKind.CONTENT}.get(self._state)
+        return _SECTIONS.get(self._state)
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Parse generated tokens. Everything behind EOS is ignored."""

@@ -296,10 +296,7 @@ class RankPool:
                     ticket.mailbox.end_silence(now)
 
     def _receive(self) -> list[bytes] | None:
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        return self._socket.recv_multipart() if self._socket.poll(0) else None
 
     async def _deliver_all(self, outputs: list[Output]) -> None:
         """Into the mailboxes; after every `MAX_BATCH` outputs the streams get a turn to write theirs."""
@@ -365,7 +362,9 @@ def new_engine_id() -> str:
 
 
 def finish_error(output: Output) -> ApiError | None:
-    """The error that an engine's end reason means for a client that still listens, or None for a normal end."""
+    """The error that an engine's end reason means for a client that still listens, or None for a normal end or none."""
+    if output.finish_reason is None:
+        return None
     match output.finish_reason:
         case FinishReason.TOO_LONG:
             return BadRequest("messages", output.error or "the prompt is too long", "context_length_exceeded")

@@ -24,6 +24,8 @@ class StopStage:
 
     def push(self, text: str, tokens: Sequence[tuple[int, int]] = ()) -> tuple[str, list[int]]:
         """text: new content. tokens: (position in `text`, token index), ascending. Returns (final text, indexes of its tokens)."""
+        if not self._strings.active:
+            return text, [index for _, index in tokens]
         if self.matched is not None:
             return "", []
         self._tokens.extend((self._held + position, index) for position, index in tokens)
