@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry
 
 from engine.request import Output, Timing
+from server.histogram import Histogram, Series
 from server.rank_pool import RankPool
 from server.router import Router
 from server.tickets import Ticket
@@ -88,17 +90,15 @@ class FrontMetrics:
     first_tokens: FirstTokens = field(default_factory=FirstTokens)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     histograms: dict[str, Histogram] = field(default_factory=dict)
-    loop_lag: Histogram = field(init=False)
+    loop_lag: prometheus_client.Histogram = field(init=False)
     _unknown_seen: set[str] = field(default_factory=set)
-    _children: dict[tuple[str, int], Histogram] = field(default_factory=dict)
+    _series: dict[tuple[str, int], Series] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, buckets in HISTOGRAMS.items():
-            self.histograms[name] = Histogram(
-                f"deepinfer:{name}", name.replace("_", " "), ("model_name", "engine"), buckets=buckets, registry=self.registry
-            )
-
-        self.loop_lag = Histogram(
+        for name, bounds in HISTOGRAMS.items():
+            self.histograms[name] = Histogram(f"deepinfer:{name}", name.replace("_", " "), ("model_name", "engine"), bounds)
+            self.registry.register(self.histograms[name])
+        self.loop_lag = prometheus_client.Histogram(
             "deepinfer:event_loop_lag_seconds", "how late the front's event loop runs", buckets=LAGS, registry=self.registry
         )
 
@@ -111,10 +111,10 @@ class FrontMetrics:
             self.loop_lag.observe(max(0.0, time.monotonic() - due_s))
 
     def observe(self, name: str, rank: int, value: float) -> None:
-        child = self._children.get((name, rank))
-        if child is None:
-            child = self._children[name, rank] = self.histograms[name].labels(self.model, str(rank))
-        child.observe(value)
+        series = self._series.get((name, rank))
+        if series is None:
+            series = self._series[name, rank] = self.histograms[name].labels(self.model, str(rank))
+        series.observe(value)
 
     def on_output(self, ticket: Ticket, output: Output, now: float) -> None:
         """Called for every output before the ticket is updated."""

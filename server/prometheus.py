@@ -225,9 +225,7 @@ class RankCollector(Collector):
             for family in histogram.collect():
                 alias = Metric(family.name.replace("deepinfer:", "vllm:"), family.documentation, family.type)
                 for sample in family.samples:
-                    # Its aliases exist without creation stamps; dashboards read the buckets, sum and count.
-                    if not sample.name.endswith("_created"):
-                        alias.add_sample(sample.name.replace("deepinfer:", "vllm:"), sample.labels, sample.value)
+                    alias.add_sample(sample.name.replace("deepinfer:", "vllm:"), sample.labels, sample.value)
                 yield alias
 
     def _labels(self, view: RankView) -> list[str]:
