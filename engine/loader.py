@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
@@ -48,8 +48,10 @@ Progress = Callable[[str, float], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED = 5
-# No checkpoint header comes near this; a larger number means the file is not safetensors.
-_MAX_HEADER_BYTES = 2**30
+# Source: the safetensors library's own limit. A larger number means that the file is something else.
+_MAX_HEADER_BYTES = 100_000_000
+# What a damaged or hostile JSON text raises on its way to names and shapes.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class WeightSource(Protocol):
@@ -124,8 +126,11 @@ class Checkpoint(_TakenOnce):
     def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
         if entry.file not in self._files:
-            self._files[entry.file] = safe_open(str(entry.file), framework="pt").__enter__()
-        return self._files[entry.file].get_tensor(entry.key)
+            self._files[entry.file] = _open_tensors(entry.file)
+        try:
+            return self._files[entry.file].get_tensor(entry.key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{entry.file}: {entry.key} cannot be read: {error}", hint="download it again") from error
 
 
 class RandomWeights(_TakenOnce):
@@ -202,13 +207,32 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
             )
         return [single]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+        names = sorted({_file_name(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, *_MALFORMED) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {_shown(error)}", hint="download it again") from error
     missing = [name for name in names if not (model_dir / name).exists()]
     if missing:
         raise CheckpointError(f"{len(missing)} of {len(names)} shards are missing: {_some(missing)}", hint="resume the download")
     return [model_dir / name for name in names]
+
+
+def _file_name(name: Any) -> str:
+    """A shard's name in an index. Raises ValueError for what leads out of the directory: an index comes with the weights, from anywhere."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\0" in name or len(name.encode()) > 255:
+        raise ValueError(f"{str(name)[:64]!r} is not the name of a .safetensors file beside it")
+    return name
+
+
+def _open_tensors(file: Path) -> Any:
+    """Raises CheckpointError where the library refuses a header that passed our checks, such as overlapping tensors."""
+    try:
+        return safe_open(str(file), framework="pt").__enter__()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be opened: {error}", hint="download it again") from error
+
+
+def _shown(error: BaseException) -> str:
+    return repr(error)[:200]
 
 
 def model_fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0) -> str:
@@ -224,6 +248,8 @@ def model_fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0)
 
 
 def _raw_header(file: Path) -> bytes:
+    if not file.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{file} is not a file", hint="download it again")
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -237,17 +263,27 @@ def _read_entries(file: Path) -> dict[str, _Entry]:
     """Tensors of one file by name without the optional `model.` prefix."""
     header = _raw_header(file)
     try:
-        tensors = json.loads(header)
+        tensors = json.loads(header, object_pairs_hook=_distinct)
         tensors.pop("__metadata__", None)
         entries = {key.removeprefix("model."): _Entry(file, key, str(spec["dtype"]), tuple(spec["shape"])) for key, spec in tensors.items()}
-        end = max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} has a damaged safetensors header: {error!r}", hint="download it again") from error
+        end = max((int(spec["data_offsets"][1]) for spec in tensors.values()), default=0)
+    except _MALFORMED as error:
+        raise CheckpointError(f"{file} has a damaged safetensors header: {_shown(error)}", hint="download it again") from error
+    if len(entries) != len(tensors):
+        raise CheckpointError(f"{file} names a tensor with and without the prefix model.", hint="download it again")
     expected, size = 8 + len(header) + end, file.stat().st_size
     if size != expected:
         what = "truncated" if size < expected else "longer than its header says"
         raise CheckpointError(f"{file} is {what}: {size} bytes, expected {expected}", hint="download it again")
     return entries
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a header. Raises ValueError for a name that comes twice: readers disagree on which one counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
 
 
 def _check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, _Entry]) -> None:

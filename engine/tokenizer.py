@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class Tokenizer:
         if settings.get("auto_map"):
             raise CheckpointError(f"{settings_path} names code to run (auto_map)", hint="only plain tokenizer.json files are loaded")
         try:
-            return cls(data, settings)
+            with _panics_as_errors():
+                return cls(data, settings)
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise CheckpointError(f"{directory / 'tokenizer.json'} is not a tokenizer: {error}", hint="download the file again") from error
 
@@ -155,8 +157,20 @@ class IncrementalDetokenizer:
 
 def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     """Encode without offsets. Unlike `encode`, the batch call lets other threads run, and it is about three times as fast."""
-    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    with _panics_as_errors():
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """A panic of the library, as for a pattern that backtracks without end, passes `except Exception` otherwise and ends what runs it."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the library does not publish the class
+            raise
+        raise RuntimeError(f"the tokenizer failed: {str(error)[:200]}") from error
 
 
 @lru_cache(maxsize=1)
@@ -170,13 +184,15 @@ def _byte_of_char() -> dict[str, int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is not a file", hint="download the file again")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing", hint="a model directory holds config.json, tokenizer.json and safetensors files"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", hint="download the file again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} is not a JSON object", hint="download the file again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.models.config import read_config_json
 from engine.tokenizer import Tokenizer
 from server.checkpoint_code import load_code
 from server.dialect import Dialect, Tags
@@ -82,7 +82,7 @@ def load_encoder(model_dir: Path, trust: bool = False) -> Encoder:
 def _find(model_dir: Path) -> Path:
     config_path = model_dir / "config.json"
     if config_path.exists():
-        model_type = json.loads(config_path.read_text(encoding="utf-8")).get("model_type")
+        model_type = read_config_json(model_dir).get("model_type")
         if model_type != MODEL_TYPE:
             raise CheckpointError(
                 f"{config_path} has model_type {model_type!r}", hint=f"this server speaks the chat format of {MODEL_TYPE} only"

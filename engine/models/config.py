@@ -166,9 +166,11 @@ def read_config_json(model_dir: Path) -> dict[str, Any]:
         raise CheckpointError(f"{model_dir} is not a directory", hint="MODEL is `tiny`, a checkpoint directory or a hub id")
     if not path.exists():
         raise CheckpointError(f"{path} is missing", hint=f"point to a directory with a {ARCHITECTURE} checkpoint")
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is not a file", hint=f"point to a directory with a {ARCHITECTURE} checkpoint")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds {type(data).__name__}, not an object")
@@ -270,8 +272,12 @@ def _parse_vision(raw: Any, source: str) -> VisionConfig | None:
     return VisionConfig(**values)
 
 
+# No field of a real model comes near; sizes beyond would be counted up, and NaN and infinities would reach the arithmetic.
+_MAX_NUMBER = 2**40
+
+
 def _typed(value: Any, kind: str, name: str, source: str) -> Any:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER  # false for NaN as well
     if kind == "int" and number and value == int(value):
         return int(value)
     if kind == "float" and number:

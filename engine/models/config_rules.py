@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # Source: config key `weight_block_size`; quantised dimensions come in whole blocks.
 _BLOCK = 32
+MAX_EXPERTS = 2**16
 
 
 def broken_rules(text: TextConfig) -> Iterator[str]:
@@ -41,6 +42,9 @@ def _sizes(text: TextConfig) -> Iterator[str]:
     rope = text.qk_rope_head_dim
     if rope < 2 or rope % 2 or rope > min(text.index_head_dim, text.head_dim):
         yield f"text_config.qk_rope_head_dim is {rope}, must be even, at most index_head_dim and head_dim"
+    for name in ("n_routed_experts", "dspark_n_routed_experts"):
+        if getattr(text, name) > MAX_EXPERTS:  # each one's weights are listed by name before any file is read
+            yield f"text_config.{name} is {getattr(text, name)}, above {MAX_EXPERTS}"
     if text.num_experts_per_tok > text.n_routed_experts:
         yield f"text_config.num_experts_per_tok is {text.num_experts_per_tok}, above n_routed_experts {text.n_routed_experts}"
     quantised = {
