@@ -14,9 +14,6 @@ log = logging.getLogger(__name__)
 # Ops whose references read results on the host, which a recorded step cannot.
 _RECORDED_OPS = ("packed_experts", "index_search", "row_attention")
 
-# The rows of one tensor core operand: fewer heads run the reference, which would be recorded for the longest context there can be.
-_LEAST_INDEX_HEADS = 16
-
 
 def keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Precision, device: str, ops: dict[str, str]) -> bool:
     """Whether quantised weights stay as stored. ops: op -> backend. Raises: ConfigError when they cannot although they shall."""
@@ -44,6 +41,16 @@ def keeps_packed_rows(config: EngineConfig, precision: Precision, device: str) -
     return wanted and precision is not Precision.F
 
 
+def why_not_compiled(config: EngineConfig) -> str:
+    """Which setting keeps a CPU from compiled steps; "" when none does."""
+    if config.enforce_eager:
+        return "engine.enforce_eager is set"
+    if config.batch_invariant and config.cp > 1:
+        # Prompts that ranks compute together take the torch path: keys of decode steps must have the bits that a prompt's would.
+        return "engine.batch_invariant and engine.cp are set"
+    return ""
+
+
 def why_not_recorded(config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, ops: dict[str, str]) -> str:
     """Why decode steps stay eager; "" when they can be recorded. ops: op -> backend."""
     if device != "cuda":
@@ -54,7 +61,5 @@ def why_not_recorded(config: EngineConfig, model: ModelConfig, numerics: Numeric
         return "experts are exchanged between ranks"
     if not (numerics.packed_rows and numerics.packed_weights):
         return "weights or cache rows are not packed"
-    if model.text.index_source_layer_ids and model.text.index_n_heads < _LEAST_INDEX_HEADS:
-        return f"{model.text.index_n_heads} index heads are too few for the kernel of index_search"
     slow = [op for op in _RECORDED_OPS if ops.get(op, "reference") == "reference"]
     return f"no kernel for {', '.join(slow)}" if slow else ""

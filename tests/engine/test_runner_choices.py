@@ -8,7 +8,6 @@ from engine.models.config import parse_config
 from engine.models.numerics import Numerics
 from engine.models.released import released_config
 from engine.runner_choices import keeps_packed_rows, keeps_packed_weights, why_not_recorded
-from tests.models.tiny_configs import small_config
 
 KERNELS = {"packed_experts": "cuda", "index_search": "triton", "row_attention": "triton"}
 PACKED = Numerics.of(Precision.B, packed_weights=True, packed_rows=True)
@@ -27,11 +26,6 @@ RELEASED = parse_config(released_config())
 )
 def test_steps_are_recorded_when_nothing_needs_the_host(changes, device, numerics, ops, reason):
     assert why_not_recorded(EngineConfig(**changes), RELEASED, numerics, device, ops) == reason
-
-
-def test_few_index_heads_keep_steps_eager():
-    few = parse_config(small_config())
-    assert "8 index heads" in why_not_recorded(EngineConfig(), few, PACKED, "cuda", KERNELS)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.ops.candidate_blocks import best_of_blocks
 from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys
@@ -18,6 +19,8 @@ from engine.ops.triton.select_topk import CHUNK, select_rows
 
 # Programs that keep a device busy, however few the rows are.
 _PROGRAMS = 16 if INTERPRETED else 2112
+# Columns of the smallest product of the tensor cores.
+_LEAST_HEADS = 16
 
 
 @triton.jit
@@ -109,14 +112,17 @@ def scores_of(query: IndexQuery, keys: PagedIndexKeys, rows: slice, columns: int
 def launch(
     query: IndexQuery, keys: PagedIndexKeys, num_entries: int, topk: int, allowed: Tensor | None, block_size: int, num_kept: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """The Triton twin of `index_search`. fp32 queries run the reference, so do shapes that the tensor cores do not fit."""
+    """The Triton twin of `index_search`. fp32 queries run the reference, so do widths that the tensor cores do not fit."""
     rows, heads, width = query.q.shape
     if query.q.dtype is not torch.bfloat16 or rows == 0:
         return INDEX_SEARCH.reference(query, keys, num_entries, topk, allowed, block_size, num_kept)
-    if heads < 16 or heads & (heads - 1) or width & (width - 1) or width < 32 or 2 * max(topk, num_kept) > CHUNK:
+    if width & (width - 1) or width < 32 or 2 * max(topk, num_kept) > CHUNK:
         warn_once("index_search", f"{heads} heads of width {width} with {topk} of {num_entries} entries and {num_kept} blocks")
         return INDEX_SEARCH.reference(query, keys, num_entries, topk, allowed, block_size, num_kept)
     allowed = None if allowed is None else allowed.contiguous()
+    missing = max(_LEAST_HEADS, triton.next_power_of_2(heads)) - heads
+    if missing:  # heads of zeros with weight zero add exactly nothing
+        query = IndexQuery(pad(query.q, (0, 0, 0, missing)), pad(query.weights, (0, missing)), query.seq, query.count)
     query = IndexQuery(query.q.contiguous(), query.weights.contiguous(), query.seq, query.count)
     columns = num_entries if allowed is None else allowed.shape[1] * block_size
     step = max(1, GROUP_BYTES // (4 * columns))
@@ -133,7 +139,7 @@ def launch(
         picks.append(picked if allowed is None else _restricted(picked, allowed[part], block_size))
     found = torch.cat(picks) if len(picks) > 1 else picks[0]
     if found.shape[1] < min(topk, num_entries):
-        found = torch.nn.functional.pad(found, (0, min(topk, num_entries) - found.shape[1]), value=-1)
+        found = pad(found, (0, min(topk, num_entries) - found.shape[1]), value=-1)
     return found, torch.cat(blocks) if num_kept else None
 
 
