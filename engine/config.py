@@ -128,7 +128,7 @@ class EngineConfig:
         aliases=("DEEPINFER_ZERO_OVERHEAD_SCHEDULING",),
     )
     batch_invariant: bool = knob(
-        False, "Promise that a row's result does not depend on its batch, or refuse to start.", aliases=("DEEPINFER_BATCH_INVARIANT",)
+        False, "Give a row the same bits whatever its batch, its chunks and the prefix cache are.", aliases=("DEEPINFER_BATCH_INVARIANT",)
     )
     cudagraph_batch_size_interval: int | str = knob(
         "auto",

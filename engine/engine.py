@@ -343,7 +343,8 @@ def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None]
 
     from engine.model_runner import ModelRunner  # the model's modules load only when a model is wanted
 
-    torch.set_num_threads(resolve_threads(config.num_threads, config.dp))
+    # Threads share elementwise work by elements: which of them a vector loop leaves to other code would depend on the batch.
+    torch.set_num_threads(1 if config.batch_invariant else resolve_threads(config.num_threads, config.dp))
     return ModelRunner(config, draft=config.spec and config.num_draft_tokens > 0, on_progress=on_progress, group=group)
 
 

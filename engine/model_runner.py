@@ -16,7 +16,7 @@ from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError
 from engine.exact_sums import ExactSums
 from engine.kv_cache import KVCache
 from engine.limits import check_settings, resolve_cache_shape, resolve_device, resolve_limits, resolve_precision
@@ -74,10 +74,10 @@ class ModelRunner:
         check_settings(config, model)
         device = resolve_device(config.device)
         precision = resolve_precision(config.precision, device)
-        chosen = select(config.ops, device)
+        chosen = select(config.ops, device, config.batch_invariant)
         log.debug("ops: %s", chosen)
         packed_weights = keeps_packed_weights(config, model, precision, device, chosen)
-        numerics = Numerics.of(precision, packed_weights, keeps_packed_rows(config, precision, device))
+        numerics = Numerics.of(precision, packed_weights, keeps_packed_rows(config, precision, device), config.batch_invariant)
         self.config, self.model_config = config, model
         self._exchange = make_exchange(config, model.text, numerics, device, group)
         self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress, self._exchange)
@@ -120,12 +120,9 @@ class ModelRunner:
             self.native.wait()  # the ranks change their path together: never in the middle of serving
             agreement.conclude(self.native)
         self._balancer = None if self._exchange is None else Balancer(self._exchange, BalanceSettings.of(config))
-        if config.batch_invariant and not self.native.wait():  # until it is built, steps would run on another path
-            # Every sum of the compiled CPU step has one order, whatever stands beside a row; the library products of other paths do not.
-            raise ConfigError(
-                f"engine.batch_invariant is set, but only the compiled CPU step is ({self.native.status})",
-                hint="device cpu, precision F or Fq, a C++ compiler; or leave it off",
-            )
+        if config.batch_invariant:
+            self.native.wait()  # a row's bits may not change when the build ends
+            log.info("batch-invariant steps: %s", self.path)
 
     def _try_to_record(self, recorder: Recorder) -> None:
         """Record, or stay eager and say which op stood in the way: a model that runs slowly is better than one that does not start."""

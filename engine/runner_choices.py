@@ -41,16 +41,6 @@ def keeps_packed_rows(config: EngineConfig, precision: Precision, device: str) -
     return wanted and precision is not Precision.F
 
 
-def why_not_compiled(config: EngineConfig) -> str:
-    """Which setting keeps a CPU from compiled steps; "" when none does."""
-    if config.enforce_eager:
-        return "engine.enforce_eager is set"
-    if config.batch_invariant and config.cp > 1:
-        # Prompts that ranks compute together take the torch path: keys of decode steps must have the bits that a prompt's would.
-        return "engine.batch_invariant and engine.cp are set"
-    return ""
-
-
 def why_not_recorded(config: EngineConfig, model: ModelConfig, numerics: Numerics, device: str, ops: dict[str, str]) -> str:
     """Why decode steps stay eager; "" when they can be recorded. ops: op -> backend."""
     if device != "cuda":

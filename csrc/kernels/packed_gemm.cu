@@ -219,9 +219,7 @@ int choose_tiles(const PackedGemm& p, int tiles, int num_blocks, cudaStream_t st
 
 template <Format kFormat, Epilogue kEpilogue>
 int choose(const PackedGemm& p, int tiles, int slices, int num_blocks, cudaStream_t stream) {
-    if constexpr (kFormat == kFp4 || kEpilogue == kPlainBf16) {
-        if (slices == 1) return choose_tiles<kFormat, kEpilogue, 1>(p, tiles, num_blocks, stream);
-    }
+    if (slices == 1) return choose_tiles<kFormat, kEpilogue, 1>(p, tiles, num_blocks, stream);
     if constexpr (kFormat == kFp8 && kEpilogue == kPlainBf16) {
         if (slices == 4) return choose_tiles<kFormat, kEpilogue, 4>(p, tiles, num_blocks, stream);
     }
@@ -233,8 +231,8 @@ int choose(const PackedGemm& p, int tiles, int slices, int num_blocks, cudaStrea
 
 }  // namespace dix
 
-// tiles of eight tokens per item: 1, 2, 4 or (FP8) 8; warps that share a tile of rows ("slices"): 1 for FP4, 1, 4 or 8 for plain FP8,
-// 8 for FP8 with SwiGLU. FP4 writes SwiGLU or fp32, FP8 SwiGLU or bf16. Rows of x are readable up to whole blocks, with finite values.
+// tiles of eight tokens per item: 1, 2, 4 or (FP8) 8; warps that share a tile of rows ("slices"): 1, for plain FP8 4, for FP8 8. One slice
+// adds in the order of packed_tiles.cu, to the bit. FP4 writes SwiGLU, fp32 or bf16, FP8 SwiGLU or bf16. Rows of x are readable up to whole blocks, with finite values.
 // num_blocks: thread blocks; more than fit at once is allowed. Returns a cudaError_t.
 extern "C" int dix_packed_gemm(const dix::PackedGemm* p, int format, int epilogue, int tiles, int slices, int num_blocks, void* stream) {
     using namespace dix;
@@ -242,6 +240,7 @@ extern "C" int dix_packed_gemm(const dix::PackedGemm* p, int format, int epilogu
     if (num_blocks < 1 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
     if (format == kFp4 && epilogue == kSwiglu) return choose<kFp4, kSwiglu>(*p, tiles, slices, num_blocks, s);
     if (format == kFp4 && epilogue == kPlainFp32) return choose<kFp4, kPlainFp32>(*p, tiles, slices, num_blocks, s);
+    if (format == kFp4 && epilogue == kPlainBf16) return choose<kFp4, kPlainBf16>(*p, tiles, slices, num_blocks, s);
     if (format == kFp8 && epilogue == kSwiglu) return choose<kFp8, kSwiglu>(*p, tiles, slices, num_blocks, s);
     if (format == kFp8 && epilogue == kPlainBf16) return choose<kFp8, kPlainBf16>(*p, tiles, slices, num_blocks, s);
     return cudaErrorInvalidValue;

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import linear
 
 from engine.kv_cache import KVCache
 from engine.loader import WeightSource
@@ -20,6 +19,7 @@ from engine.models.hyper_connections import first_mix
 from engine.models.inputs import Rows
 from engine.models.numerics import Numerics, WideLinear
 from engine.models.packed_layers import AnyLinear, load_linear
+from engine.ops.dense_linear import dense_linear
 from engine.ops.hyper_streams import collapse
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotation
@@ -134,7 +134,7 @@ class DraftModel:
         for i in range(size):
             markov = self.markov_embed[previous]
             shifted.append(base[:, i] + self.markov_head(markov))
-            confidence.append(linear(torch.cat((states[:, i], markov.float()), 1), self.confidence)[:, 0])
+            confidence.append(dense_linear(torch.cat((states[:, i], markov.float()), 1), self.confidence)[:, 0])
             previous = choose(i, shifted[-1])
             ids.append(previous)
         return DraftOutput(torch.stack(ids, 1), torch.stack(confidence, 1), torch.stack(shifted, 1))

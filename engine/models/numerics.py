@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.config import Precision
 from engine.loader import WeightSource
+from engine.ops.dense_linear import block_linear, dense_linear
 from engine.ops.q8 import q8
 
 
@@ -17,6 +18,7 @@ class Numerics:
     """dtype: of activations, plain weights and caches. quantize_inputs: inputs of quantised linears pass through fp8.
     quantize_kv: window keys, compressed entries and index vectors pass through their storage formats. packed_weights: quantised weights
     stay as they are stored. packed_rows: caches hold the bytes of the storage formats, not elements of dtype; the numbers are the same.
+    invariant: a row has the same bits in every batch, so no weight has two products between which the number of rows decides.
     """
 
     dtype: torch.dtype
@@ -24,9 +26,10 @@ class Numerics:
     quantize_kv: bool
     packed_weights: bool = False
     packed_rows: bool = False
+    invariant: bool = False
 
     @staticmethod
-    def of(precision: Precision, packed_weights: bool = False, packed_rows: bool = False) -> Numerics:
+    def of(precision: Precision, packed_weights: bool = False, packed_rows: bool = False, invariant: bool = False) -> Numerics:
         """packed_weights: wanted where activations are bf16; packed_rows: where the profile rounds."""
         full = precision in (Precision.F, Precision.FQ)
         return Numerics(
@@ -35,18 +38,19 @@ class Numerics:
             quantize_kv=precision is not Precision.F,
             packed_weights=packed_weights and not full,
             packed_rows=packed_rows and precision is not Precision.F,
+            invariant=invariant,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x [..., C] -> [..., A] with weight [A, C] of x's dtype."""
+    """x [T, C] -> [T, A] with weight [A, C] of x's dtype."""
 
     weight: Tensor
     quantize_input: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(q8(x) if self.quantize_input else x, self.weight)
+        return dense_linear(q8(x) if self.quantize_input else x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,7 @@ class WideLinear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """out: [T, A] fp32 to write to."""
-        if self.weight.dtype is torch.bfloat16:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out) if out is not None else _wide(x, self.weight)
-        return torch.mm(x.float(), self.weight.t(), out=out) if out is not None else torch.nn.functional.linear(x.float(), self.weight)
-
-
-def _wide(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return dense_linear(x.to(self.weight.dtype), self.weight, out, wide=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +76,4 @@ class BlockLinear:
     weight: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (len(self.weight), -1)).transpose(0, 1)
-        return torch.bmm(parts, self.weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return block_linear(x, self.weight)

@@ -29,23 +29,27 @@ FEW_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """x [T, G * C] -> [T, G * A], group by group. packed: FP8 for few rows. dense: bf16 [G, A, C] for many."""
+    """x [T, G * C] -> [T, G * A], group by group. packed: FP8 for few rows. dense: bf16 [G, A, C] for many, None where FP8 serves all."""
 
     packed: PackedWeights
-    dense: BlockLinear
+    dense: BlockLinear | None
     quantize_input: bool = False
 
     @staticmethod
-    def of(values: Tensor, scale: Tensor, groups: int, quantize_input: bool, dtype: torch.dtype) -> PackedLinear:
+    def of(values: Tensor, scale: Tensor, groups: int, quantize_input: bool, numerics: Numerics) -> PackedLinear:
         """values: e4m3 [G * A, C], scale: [G * A / 32, C / 32] uint8; A a multiple of 32 unless there is one group."""
         packed = PackedWeights.empty(Format.FP8, groups, len(values) // groups, values.shape[1], values.device)
         for group, parts in enumerate(zip(values.chunk(groups), scale.chunk(groups), strict=True)):
             packed.fill(group, *parts)
-        return PackedLinear(packed, BlockLinear(decode_fp8_blocks(values, scale, dtype).unflatten(0, (groups, -1))), quantize_input)
+        if numerics.invariant:
+            return PackedLinear(packed, None, quantize_input)
+        return PackedLinear(
+            packed, BlockLinear(decode_fp8_blocks(values, scale, numerics.dtype).unflatten(0, (groups, -1))), quantize_input
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         x = q8(x) if self.quantize_input else x
-        return packed_linear(x, self.packed) if len(x) <= FEW_ROWS else self.dense(x)
+        return packed_linear(x, self.packed) if self.dense is None or len(x) <= FEW_ROWS else self.dense(x)
 
 
 AnyLinear = Linear | PackedLinear
@@ -60,7 +64,7 @@ def load_linear(source: WeightSource, names: list[str], numerics: Numerics, quan
     stored = [_stored(source, name) for name in names]
     assert all(len(values) % BLOCK == 0 for values, _ in stored[:-1]), f"{names} do not stack in blocks of {BLOCK} rows"
     values = torch.cat([part.view(torch.uint8) for part, _ in stored]).view(torch.float8_e4m3fn)
-    return PackedLinear.of(values, torch.cat([scale for _, scale in stored]), 1, quantize_input, numerics.dtype)
+    return PackedLinear.of(values, torch.cat([scale for _, scale in stored]), 1, quantize_input, numerics)
 
 
 def load_block_linear(source: WeightSource, name: str, groups: int, numerics: Numerics) -> AnyBlockLinear:
@@ -71,7 +75,7 @@ def load_block_linear(source: WeightSource, name: str, groups: int, numerics: Nu
     if (len(values) // groups) % BLOCK:
         log.info("%s keeps bf16 weights: its groups are not whole blocks of %d rows", name, BLOCK)
         return BlockLinear(decode_fp8_blocks(values, scale, numerics.dtype).unflatten(0, (groups, -1)))
-    return PackedLinear.of(values, scale, groups, False, numerics.dtype)
+    return PackedLinear.of(values, scale, groups, False, numerics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,10 @@ class PackedMoE:
         return shared_expert(x, self.experts, self.text.swiglu_limit, self.quantize)
 
     def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
-        return (parts.sum(1) + shared).to(shared.dtype)
+        total = torch.zeros_like(parts[:, 0])
+        for choice in parts.unbind(1):  # in the order of the kernel that has all parts: a library's depends on the number of rows
+            total += choice
+        return (total + shared).to(shared.dtype)
 
 
 def _gate_and_up(source: WeightSource, prefix: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

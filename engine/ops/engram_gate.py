@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.ops.fixed_rows import in_whole_vectors
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -34,6 +35,15 @@ def _reference(h: Tensor, kv: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.addcmul(streams, gate[..., None], value).to(h.dtype)
 
 
+def _invariant(h: Tensor, kv: Tensor, weight: Tensor, eps: float) -> Tensor:
+    changed: Tensor = in_whole_vectors(lambda streams, looked_up: _reference(streams, looked_up, weight, eps), h, kv)
+    return changed
+
+
 ENGRAM_GATE = Op(
-    "engram_gate", reference=_reference, triton="engine.ops.triton.engram_gate:launch", tolerance=Tolerance(fp32=2e-6, bf16=8e-3)
+    "engram_gate",
+    reference=_reference,
+    triton="engine.ops.triton.engram_gate:launch",
+    invariant={"reference": _invariant},
+    tolerance=Tolerance(fp32=2e-6, bf16=8e-3),
 )

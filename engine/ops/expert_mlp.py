@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from engine.ops.dense_linear import DENSE_LINEAR
+from engine.ops.fixed_rows import in_whole_vectors
 from engine.ops.q8 import q8
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
@@ -45,16 +47,14 @@ def _choices(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, l
     grouped = source.expand(k, -1) if tokens == 1 else source.index_select(0, order // k)
     both = x.new_empty(tokens * k, w13.shape[1])
     for expert, begin, end in bounds:
-        torch.mm(grouped[begin:end], w13[expert].t(), out=both[begin:end])
-    hidden = w13.shape[1] // 2
-    gate, up = both.float().split(hidden, dim=1)
-    act = silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit)).mul_(weights.flatten()[order, None]).to(x.dtype)
+        DENSE_LINEAR(grouped[begin:end], w13[expert], both[begin:end], False)
+    act: Tensor = CLAMPED_SWIGLU(both, weights.flatten()[order], limit)
     if quantize:
         act = q8(act)
     out = x.new_empty(tokens * k, w2.shape[1])
     out[: bounds[0][1] if bounds else None] = 0
     for expert, begin, end in bounds:
-        torch.mm(act[begin:end], w2[expert].t(), out=out[begin:end])
+        DENSE_LINEAR(act[begin:end], w2[expert], out[begin:end], False)
     return out, order
 
 
@@ -82,5 +82,18 @@ def _segments(counts: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 _FEW = 128
 
+
+def _swiglu(both: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up) * weight. both: [R, 2*I], weights: [R] fp32. Returns [R, I] of both's dtype."""
+    gate, up = both.float().chunk(2, dim=1)
+    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit)).mul_(weights[:, None]).to(both.dtype)
+
+
+def _whole_swiglu(both: Tensor, weights: Tensor, limit: float) -> Tensor:
+    act: Tensor = in_whole_vectors(lambda part, factor: _swiglu(part, factor, limit), both, weights)
+    return act
+
+
+CLAMPED_SWIGLU = Op("clamped_swiglu", reference=_swiglu, invariant={"reference": _whole_swiglu}, tolerance=Tolerance(fp32=2e-6, bf16=8e-3))
 
 EXPERT_MLP = Op("expert_mlp", reference=_reference, tolerance=Tolerance(fp32=4e-6, bf16=2e-2))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import linear
 
+from engine.ops.dense_linear import dense_linear
 from engine.ops.hyper_mixes import HYPER_MIXES
 from engine.ops.hyper_streams import COLLAPSE, EXPAND
 from engine.ops.registry import Op, check
@@ -71,7 +71,7 @@ def _reference(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Ten
     if mixer is None:
         return Boundary(h, x, None, None, None)
     z = h.float().flatten(1)
-    raw = linear(z, mixer.fn) * ((z * z).mean(-1, keepdim=True) + eps).rsqrt()
+    raw = dense_linear(z, mixer.fn) * ((z * z).mean(-1, keepdim=True) + eps).rsqrt()
     return Boundary(h, x, *HYPER_MIXES(raw, mixer.scale, mixer.base, mixer.num_iters, mixer.eps))
 
 
@@ -79,5 +79,6 @@ HYPER_BOUNDARY = Op(
     "hyper_boundary",
     reference=_reference,
     triton="engine.ops.triton.hyper_boundary:launch",
+    invariant={"triton": "engine.ops.triton.hyper_boundary:launch_invariant"},
     tolerance=Tolerance(fp32=4e-6, bf16=1e-2),
 )

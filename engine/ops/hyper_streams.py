@@ -42,5 +42,12 @@ def _expand(y: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return mixed.to(h.dtype)
 
 
-COLLAPSE = Op("collapse", reference=_collapse, tolerance=Tolerance(fp32=1e-6, bf16=8e-3))
+def _collapse_in_order(h: Tensor, weights: Tensor) -> Tensor:
+    read = weights[:, 0, None] * h[:, 0].float()
+    for j in range(1, h.shape[1]):
+        read += weights[:, j, None] * h[:, j].float()
+    return read.to(h.dtype)
+
+
+COLLAPSE = Op("collapse", reference=_collapse, invariant={"reference": _collapse_in_order}, tolerance=Tolerance(fp32=1e-6, bf16=8e-3))
 EXPAND = Op("expand", reference=_expand, tolerance=Tolerance(fp32=1e-6, bf16=8e-3))

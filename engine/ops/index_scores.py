@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.ops.fixed_rows import fixed_linear
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -30,4 +31,23 @@ def _reference(q: Tensor, weights: Tensor, keys: Tensor, count: Tensor) -> Tenso
     return scores.masked_fill_(hidden, float("-inf"))
 
 
-INDEX_SCORES = Op("index_scores", reference=_reference, tolerance=Tolerance(fp32=2e-6, bf16=8e-3))
+def _invariant(q: Tensor, weights: Tensor, keys: Tensor, count: Tensor) -> Tensor:
+    """Keys in tiles of one size, heads added up in their order."""
+    num_seqs, rows, heads, width = q.shape
+    entries = keys.shape[1]
+    scores = torch.empty(num_seqs, rows, entries, device=q.device)
+    filled = torch.nn.functional.pad(keys, (0, 0, 0, -entries % _TILE)).float()
+    for seq in range(num_seqs):
+        query, weight = q[seq].float().view(-1, width), weights[seq].float()
+        for begin in range(0, entries, _TILE):
+            products = fixed_linear(query, filled[seq, begin : begin + _TILE]).relu_().view(rows, heads, _TILE)
+            total = products[:, 0] * weight[:, 0, None]
+            for head in range(1, heads):
+                total += products[:, head] * weight[:, head, None]
+            scores[seq, :, begin : begin + _TILE] = total[:, : entries - begin]
+    return scores.masked_fill_(torch.arange(entries, device=q.device) >= count[..., None], float("-inf"))
+
+
+_TILE = 128
+
+INDEX_SCORES = Op("index_scores", reference=_reference, invariant={"reference": _invariant}, tolerance=Tolerance(fp32=2e-6, bf16=8e-3))

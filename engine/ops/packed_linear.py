@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from engine.ops.dense_linear import dense_linear
 from engine.ops.packed_weights import PackedWeights, unpack
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
@@ -24,7 +24,13 @@ def packed_linear(x: Tensor, weights: PackedWeights) -> Tensor:
 
 def _reference(x: Tensor, weights: PackedWeights) -> Tensor:
     parts = x.split(weights.columns, dim=1)
-    return torch.cat([linear(part, unpack(weights, group, x.dtype)) for group, part in enumerate(parts)], dim=1)
+    return torch.cat([dense_linear(part, unpack(weights, group, x.dtype)) for group, part in enumerate(parts)], dim=1)
 
 
-PACKED_LINEAR = Op("packed_linear", reference=_reference, cuda="engine.ops.cuda.packed_linear:launch", tolerance=Tolerance(bf16=8e-3))
+PACKED_LINEAR = Op(
+    "packed_linear",
+    reference=_reference,
+    cuda="engine.ops.cuda.packed_linear:launch",
+    invariant={"cuda": "engine.ops.cuda.packed_linear:launch_invariant"},
+    tolerance=Tolerance(bf16=8e-3),
+)

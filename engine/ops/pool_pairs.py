@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from engine.ops.fixed_rows import in_whole_vectors
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -24,4 +25,9 @@ def _reference(first: Tensor, second: Tensor) -> Tensor:
     return second[:, :width].lerp(first[:, :width], share)
 
 
-POOL_PAIRS = Op("pool_pairs", reference=_reference, tolerance=Tolerance(fp32=2e-6))
+def _invariant(first: Tensor, second: Tensor) -> Tensor:
+    pooled: Tensor = in_whole_vectors(_reference, first, second)
+    return pooled
+
+
+POOL_PAIRS = Op("pool_pairs", reference=_reference, invariant={"reference": _invariant}, tolerance=Tolerance(fp32=2e-6))

@@ -5,7 +5,7 @@ The choice is made once at start-up (`select`), not per call. Asking for a backe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -24,12 +24,23 @@ _OPS: dict[str, Op] = {}
 class Op:
     """A named operation. Calling it runs the selected implementation; `reference` is the definition.
 
-    cuda, triton: `module:function` of the kernels' launches, or "" while there is none.
+    cuda, triton: `module:function` of the kernels' launches, or "" while there is none. invariant: backend -> what runs in its place in
+    batch-invariant mode. A backend that is not named there gives a row the same bits in every batch as it is; tests/ops hold it to that.
     """
 
-    def __init__(self, name: str, *, reference: Callable[..., Any], tolerance: Tolerance, triton: str = "", cuda: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        reference: Callable[..., Any],
+        tolerance: Tolerance,
+        triton: str = "",
+        cuda: str = "",
+        invariant: Mapping[str, str | Callable[..., Any]] | None = None,
+    ) -> None:
         assert name not in _OPS, f"op {name} is registered twice"
         self.name, self.reference, self.tolerance = name, reference, tolerance
+        self._invariant = dict(invariant or {})
         self._kernels = {backend: place for backend, place in (("cuda", cuda), ("triton", triton)) if place}
         self.backend = "reference"
         self._run = reference
@@ -50,19 +61,22 @@ class Op:
         """Why kernels that exist for this op cannot be used on this machine; empty when all can."""
         return [_MISSING[name] for name in self._kernels if name not in available_kernels()]
 
-    def use(self, backend: str) -> None:
-        """Select an implementation.
+    def use(self, backend: str, invariant: bool = False) -> None:
+        """Select an implementation. invariant: one that gives a row the same bits in every batch.
 
         Raises:
             ConfigError: this op has no such backend.
         """
         if backend not in self.backends():
             raise ConfigError(f"op {self.name} has no backend {backend!r}", hint=f"choose one of: {', '.join(self.backends())}")
-        if backend == "reference":
-            self._run = self.reference
-        else:
-            module, function = self._kernels[backend].split(":")
+        place: str | Callable[..., Any] = self.reference if backend == "reference" else self._kernels[backend]
+        if invariant:
+            place = self._invariant.get(backend, place)
+        if isinstance(place, str):
+            module, function = place.split(":")
             self._run = getattr(import_module(module), function)
+        else:
+            self._run = place
         self.backend = backend
 
 
@@ -85,21 +99,21 @@ def available_kernels() -> frozenset[str]:
     return frozenset(name for name, is_there in found.items() if is_there)
 
 
-def select(choice: str, device: str) -> dict[str, str]:
+def select(choice: str, device: str, invariant: bool = False) -> dict[str, str]:
     """Choose implementations for `engine.ops`: "auto" or comma-separated `op:backend` pairs. Returns op -> backend.
 
-    On CPU auto means the reference everywhere.
+    On CPU auto means the reference everywhere. invariant: of every op what gives a row the same bits in every batch.
 
     Raises:
         ConfigError: unknown op, unknown backend or a malformed pair.
     """
     for op in _OPS.values():
-        op.use(op.backends()[0] if device == "cuda" else "reference")
+        op.use(op.backends()[0] if device == "cuda" else "reference", invariant)
     for pair in [] if choice == "auto" else choice.split(","):
         name, _, backend = pair.strip().partition(":")
         if name not in _OPS:
             raise ConfigError(f"engine.ops names unknown op {name!r}", hint=f"known: {', '.join(sorted(_OPS))}")
-        _OPS[name].use(backend)
+        _OPS[name].use(backend, invariant)
     return {name: op.backend for name, op in sorted(_OPS.items())}
 
 

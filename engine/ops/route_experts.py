@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from engine.ops.dense_linear import dense_linear
+from engine.ops.fixed_rows import in_whole_vectors
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -30,10 +31,21 @@ def _reference(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tens
     return ids, weights * (scale / (weights.sum(1, keepdim=True) + _EPS))
 
 
-ROUTE_EXPERTS = Op("route_experts", reference=_reference, triton="engine.ops.triton.route_experts:launch", tolerance=Tolerance(fp32=2e-6))
+def _invariant(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    ids, weights = in_whole_vectors(lambda rows: _reference(rows, bias, k, scale), logits)
+    return ids, weights
+
+
+ROUTE_EXPERTS = Op(
+    "route_experts",
+    reference=_reference,
+    triton="engine.ops.triton.route_experts:launch",
+    invariant={"reference": _invariant},
+    tolerance=Tolerance(fp32=2e-6),
+)
 
 
 def expert_logits(x: Tensor, gate: Tensor, temperature: float) -> Tensor:
     """[T, C] x [E, C] -> [T, E] fp32. The router runs in fp32: bf16 changes the choice. Source: config key `gate_temp`."""
-    logits = torch.nn.functional.linear(x.float(), gate)
+    logits = dense_linear(x.float(), gate)
     return logits if temperature == 1.0 else logits / temperature

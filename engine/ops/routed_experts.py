@@ -41,5 +41,18 @@ def _shared(x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> 
     return shared_term(x, experts, limit, quantize).to(x.dtype)
 
 
-ROUTED_EXPERTS = Op("routed_experts", reference=_routed, cuda="engine.ops.cuda.routed_experts:routed", tolerance=Tolerance(bf16=1e-2))
-SHARED_EXPERT = Op("shared_expert", reference=_shared, cuda="engine.ops.cuda.routed_experts:shared", tolerance=Tolerance(bf16=1e-2))
+_KERNELS = "engine.ops.cuda.routed_experts"
+ROUTED_EXPERTS = Op(
+    "routed_experts",
+    reference=_routed,
+    cuda=f"{_KERNELS}:routed",
+    invariant={"cuda": f"{_KERNELS}:routed_invariant"},
+    tolerance=Tolerance(bf16=1e-2),
+)
+SHARED_EXPERT = Op(
+    "shared_expert",
+    reference=_shared,
+    cuda=f"{_KERNELS}:shared",
+    invariant={"cuda": f"{_KERNELS}:shared_invariant"},
+    tolerance=Tolerance(bf16=1e-2),
+)

@@ -33,8 +33,8 @@ def row_attention(q: Tensor, rot: Tensor, sources: list[PackedKeys], sink: Tenso
 
     q: [T, H, D] bf16 or fp32 before its rotation. rot: [T, R/2] complex64, turns the last R of D; the output is turned
     back by it. sources: window rows, then window or entry rows. sink: [H] fp32, adds exp(sink) to the denominator only.
-    splits: parts over which a row's keys are spread, 0 for as many as fill the device. Any fixed number makes a row's result
-    independent of how many rows the batch has. Returns [T, H, D] of q's dtype; a row without keys gives 0. A key named twice counts twice.
+    splits: parts over which a row's keys are spread, 0 for as many as fill the device; batch-invariant mode has its own.
+    Returns [T, H, D] of q's dtype; a row without keys gives 0. A key named twice counts twice.
     """
     width = q.shape[-1]
     known = [window_row_bytes(width), entry_row_bytes(width)]
@@ -65,5 +65,9 @@ def _gathered(rows: Tensor, index: Tensor, q: Tensor) -> tuple[Tensor, Selection
 
 
 ROW_ATTENTION = Op(
-    "row_attention", reference=_reference, triton="engine.ops.triton.row_attention:launch", tolerance=Tolerance(fp32=2e-6, bf16=1.6e-2)
+    "row_attention",
+    reference=_reference,
+    triton="engine.ops.triton.row_attention:launch",
+    invariant={"triton": "engine.ops.triton.row_attention:launch_invariant"},
+    tolerance=Tolerance(fp32=2e-6, bf16=1.6e-2),
 )

@@ -10,6 +10,7 @@ from engine.ops.cuda.library import SOURCES
 from engine.ops.cuda.packed_experts import run_experts, run_shared, shared_buffers
 from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, padded, routed
 from engine.ops.cuda.packed_linear import run_linear
+from engine.ops.cuda.routed_experts import run_share
 from engine.ops.packed_experts import PACKED_EXPERTS
 from engine.ops.packed_linear import PACKED_LINEAR
 from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, unpack
@@ -171,6 +172,32 @@ def test_a_token_does_not_depend_on_its_batch(run):
     assert together[4].isnan().all()
     for token in (0, 3, 5, 8):
         assert torch.equal(together[token], act([token])[0])
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_in_invariant_mode_a_token_does_not_depend_on_how_many_there_are(run, quantize):
+    """Few tokens, and as many as the kernel for many takes: of three experts each, and of the shared one."""
+    some = random_experts(2, 64, 96)
+    x, weights = (torch.randn(70, 96) * 3).bfloat16(), torch.rand(70, 1)
+    ids = torch.randint(0, 2, (70, 1))
+    everything = run_experts(run, 0, x, ids, weights, some, 2.0, quantize, fixed=True)
+    close(everything, PACKED_EXPERTS.reference(x, ids, weights, some, 2.0, quantize), 4e-2 if quantize else 1e-2)
+    share = run_share(run, 0, x, ids, weights, some, 2.0, quantize, False, 2, fixed=True)
+    for rows in ([3], [69, 3], list(range(20, 29)), list(range(30, 64)), list(range(5, 69))):
+        part = (x[rows], ids[rows], weights[rows], some, 2.0, quantize)
+        assert torch.equal(run_experts(run, 0, *part, fixed=True), everything[rows]), f"{len(rows)} tokens"
+        assert torch.equal(run_share(run, 0, *part, False, 2, fixed=True), share[rows]), f"{len(rows)} tokens of a share"
+
+
+def test_in_invariant_mode_products_of_few_and_many_rows_are_the_same_numbers(run):
+    weights = PackedWeights.empty(Format.FP8, 2, 32, 288, "cpu")
+    for group in range(2):
+        weights.fill(group, *encode_fp8_blocks(torch.randn(32, 288)))
+    x = torch.randn(140, 2 * 288).bfloat16()
+    everything = run_linear(run, 0, x, weights, fixed=True)
+    close(everything, PACKED_LINEAR.reference(x, weights), 8e-3)
+    for rows in ([7], [139, 7], list(range(9)), list(range(100, 133)), list(range(64)), list(range(60, 125))):
+        assert torch.equal(run_linear(run, 0, x[rows], weights, fixed=True), everything[rows]), f"{len(rows)} rows"
 
 
 def test_partial_sums_are_added_in_the_order_of_choices(run):

@@ -1,6 +1,8 @@
 """A row's logits are the same bits alone and among neighbours, for any chunks, with and without a prefix from the cache."""
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.models.draft import DraftSlice
 from engine.models.tiny import ensure_tiny
+from engine.ops.registry import select
 from engine.request import Request, SamplingParams
 from hicache.config import HiCacheConfig
 from tests.models.golden import Seq, decode, prefill
@@ -37,10 +40,29 @@ def tiny(tmp_path_factory) -> str:
     return str(ensure_tiny(tmp_path_factory.mktemp("tiny")))
 
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+PATHS = [
+    pytest.param({}, id="compiled"),
+    pytest.param({"enforce_eager": True}, id="eager"),
+    pytest.param({"enforce_eager": True, "precision": "R"}, id="eager-bf16", marks=pytest.mark.slow),
+    pytest.param({"precision": "B", "cache_rows": "packed", "weights": "packed"}, id="eager-packed", marks=pytest.mark.slow),
+    pytest.param({"device": "cuda"}, id="graphs", marks=GPU),
+    pytest.param({"device": "cuda", "enforce_eager": True}, id="eager-gpu", marks=GPU),
+    pytest.param({"device": "cuda", "precision": "Fq"}, id="reference-gpu", marks=GPU),
+]
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request) -> Iterator[dict[str, Any]]:
+    yield request.param
+    select("auto", "cpu")  # ops are chosen per process: the next module's are the usual ones
+
+
 @pytest.fixture(scope="module")
-def runner(tiny) -> ModelRunner:
-    runner = ModelRunner(settings(tiny), draft=True)
-    assert runner.native.wait(), runner.native.status
+def runner(tiny, path) -> ModelRunner:
+    runner = ModelRunner(settings(tiny, **path), draft=True)
+    graphs = path.get("device") == "cuda" and path.keys() == {"device"}
+    assert runner.path == ("graphs" if graphs else "eager" if path else "compiled"), runner.native.status
     return runner
 
 
@@ -80,20 +102,20 @@ def test_a_verify_row_equals_the_decode_row_at_its_position(runner):
 
 def test_a_prompt_does_not_depend_on_its_chunks_or_on_prompts_beside_it(runner):
     rng = random.Random(3)
-    ids = random_ids(rng, 700)
+    ids = random_ids(rng, 400)
     wanted = None
-    for size in (8192, 128, 192, 512):
+    for size in (8192, 128, 192):
         seq = Seq(runner, ids, 1)
-        for start in range(0, 699, size):
-            compute(seq, min(start + size, 699))
+        for start in range(0, 399, size):
+            compute(seq, min(start + size, 399))
         last = decode([seq])[0]
         assert wanted is None or torch.equal(last, wanted), f"chunks of {size}"
         wanted = last
-    seq, beside = Seq(runner, ids[:699], 1), [Seq(runner, random_ids(rng, n), n) for n in (5, 60)]
+    seq, beside = Seq(runner, ids[:399], 1), [Seq(runner, random_ids(rng, n), n) for n in (5, 60)]
     pieces = [one.slice(len(one.ids), LogitRows.LAST) for one in (beside[0], seq, beside[1])]
     together = runner.run(Batch(StepKind.PREFILL, pieces))[1]
-    alone = Seq(runner, ids[:699], 2)
-    assert torch.equal(runner.run(Batch(StepKind.PREFILL, [alone.slice(699, LogitRows.LAST)]))[0], together)
+    alone = Seq(runner, ids[:399], 2)
+    assert torch.equal(runner.run(Batch(StepKind.PREFILL, [alone.slice(399, LogitRows.LAST)]))[0], together)
 
 
 def test_drafts_do_not_depend_on_neighbours(runner):
@@ -121,22 +143,14 @@ def answer(engine: Engine, ids: list[int], name: str, logits: list[torch.Tensor]
     return tokens, cached
 
 
-def test_a_hit_gives_the_logits_of_a_miss(tiny):
-    engine = Engine(settings(tiny, spec=False, max_num_seqs=4, num_blocks=60), HiCacheConfig(size_gb=0.05))
-    engine.runner.native.wait()
-    ids = random_ids(random.Random(5), 620)
+def test_a_hit_gives_the_logits_of_a_miss(tiny, path):
+    engine = Engine(settings(tiny, spec=False, max_num_seqs=4, num_blocks=60, **path), HiCacheConfig(size_gb=0.05))
+    ids = random_ids(random.Random(5), 300)
     cold: list[torch.Tensor] = []
     warm: list[torch.Tensor] = []
     tokens, missed = answer(engine, ids, "cold", cold)
     again, cached = answer(engine, ids, "warm", warm)
     engine.close()
-    assert (missed, cached) == (0, 384)
+    assert (missed, cached) == (0, 128)
     assert again == tokens
     assert torch.equal(torch.cat([rows for rows in cold if len(rows)]), torch.cat([rows for rows in warm if len(rows)]))
-
-
-def test_the_torch_path_refuses_to_promise_it(tiny):
-    from engine.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="batch_invariant"):
-        ModelRunner(settings(tiny, enforce_eager=True, max_num_seqs=2, num_blocks=20))

@@ -30,30 +30,43 @@ _NO_LISTS = 2
 _FEW_ROWS = 16
 
 
-def launch(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+def launch_invariant(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+    """`launch` with one order of every sum and one rounding of its parts."""
+    return launch(x, ids, weights, experts, limit, quantize, fixed=True)
+
+
+def launch(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, fixed: bool = False) -> Tensor:
     """The op `packed_experts` on the current CUDA device. In a graph the shared expert runs beside the routed ones."""
     run, stream = machine(x.device)
     if not torch.cuda.is_current_stream_capturing():
-        return run_experts(run, stream, x, ids, weights, experts, limit, quantize)
+        return run_experts(run, stream, x, ids, weights, experts, limit, quantize, fixed)
     source = q8(x) if quantize else x
     buffers = shared_buffers(source, experts)  # of this stream's memory: the side stream's work ends before this stream goes on
     here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        run_shared(run, side.cuda_stream, source, experts, limit, quantize, *buffers)
-    parts = run_routed(run, stream, source, ids, weights, experts, limit, quantize)
+        run_shared(run, side.cuda_stream, source, experts, limit, quantize, *buffers, fixed=fixed)
+    parts = run_routed(run, stream, source, ids, weights, experts, limit, quantize, fixed=fixed)
     here.wait_stream(side)
     return _sum(run, stream, parts, buffers[1])
 
 
 def run_experts(
-    run: Kernels, stream: int, x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool
+    run: Kernels,
+    stream: int,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: PackedExperts,
+    limit: float,
+    quantize: bool,
+    fixed: bool = False,
 ) -> Tensor:
     """`launch` on one stream, with the kernels given, which may be the emulated ones."""
     source = q8(x) if quantize else x
     buffers = shared_buffers(source, experts)
-    run_shared(run, stream, source, experts, limit, quantize, *buffers)
-    return _sum(run, stream, run_routed(run, stream, source, ids, weights, experts, limit, quantize), buffers[1])
+    run_shared(run, stream, source, experts, limit, quantize, *buffers, fixed=fixed)
+    return _sum(run, stream, run_routed(run, stream, source, ids, weights, experts, limit, quantize, fixed=fixed), buffers[1])
 
 
 def run_routed(
@@ -66,10 +79,12 @@ def run_routed(
     limit: float,
     quantize: bool,
     ranks: int = 1,
+    fixed: bool = False,
 ) -> Tensor:
     """The chosen experts' outputs [T, K, C]: fp32, or of many tokens the bf16 numbers that the products of the reference give.
 
-    ranks: among which the choices are spread. With several, ids may be negative, and what stands there is undefined.
+    ranks: among which the choices are spread. With several, ids may be negative, and what stands there is undefined. fixed: bf16 of few
+    tokens too, so that a token's do not depend on how many others there are; the sums of both kernels are the same.
     """
     (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
     ids, weights = ids.contiguous(), weights.contiguous()
@@ -78,7 +93,7 @@ def run_routed(
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
     act = padded(q8(act) if quantize else act, w2)
-    dtype, epilogue = (torch.bfloat16, Epilogue.BF16) if shape.tiles == MANY else (torch.float32, Epilogue.FP32)
+    dtype, epilogue = (torch.bfloat16, Epilogue.BF16) if fixed or shape.tiles == MANY else (torch.float32, Epilogue.FP32)
     parts = source.new_empty(tokens * choices, w2.rows, dtype=dtype)
     routed(run, stream, act, w2, lists, parts, shape, epilogue)
     return parts.view(tokens, choices, w2.rows)
@@ -91,11 +106,20 @@ def shared_buffers(source: Tensor, experts: PackedExperts) -> tuple[Tensor, Tens
 
 
 def run_shared(
-    run: Kernels, stream: int, source: Tensor, experts: PackedExperts, limit: float, quantize: bool, act: Tensor, out: Tensor
+    run: Kernels,
+    stream: int,
+    source: Tensor,
+    experts: PackedExperts,
+    limit: float,
+    quantize: bool,
+    act: Tensor,
+    out: Tensor,
+    fixed: bool = False,
 ) -> None:
-    """The shared expert. source: [T, C] bf16; act, out: see `shared_buffers`."""
-    tokens = source.shape[0]
-    shape = Shape(tiles_of(tokens), 8) if tokens <= TILE_TOKENS * MOST_TILES else Shape(MANY)
+    """The shared expert. source: [T, C] bf16; act, out: see `shared_buffers`. fixed: columns are never divided among warps."""
+    shape = undivided(source.shape[0])
+    if not fixed and shape.tiles != MANY:
+        shape = Shape(shape.tiles, 8)
     dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, shape, Epilogue.SWIGLU, limit=limit)
     act = padded(q8(act) if quantize else act, experts.shared_w2)
     dense(run, stream, act, experts.shared_w2, out, shape, Epilogue.BF16)
@@ -115,6 +139,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def tiles_of(rows: int) -> int:
     """Tiles of eight tokens that hold `rows` tokens, up to eight of them."""
     return next((tiles for tiles in (1, 2, 4) if rows <= TILE_TOKENS * tiles), MOST_TILES)
+
+
+def undivided(rows: int) -> Shape:
+    """Of a dense product whose sums have one order for every number of rows: that of both kernels when no warps share a tile."""
+    return Shape(tiles_of(rows)) if rows <= TILE_TOKENS * MOST_TILES else Shape(MANY)
 
 
 def division(tokens: int, choices: int, num_experts: int) -> Shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
-from engine.ops.cuda.packed_experts import tiles_of
+from engine.ops.cuda.packed_experts import tiles_of, undivided
 from engine.ops.cuda.packed_gemm import MANY, MOST_TILES, TILE_TOKENS, Epilogue, Shape, dense, machine, padded
 from engine.ops.packed_weights import PackedWeights
 
@@ -15,10 +15,16 @@ def launch(x: Tensor, weights: PackedWeights) -> Tensor:
     return run_linear(*machine(x.device), x, weights)
 
 
-def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights) -> Tensor:
-    """`launch` with the kernels given, which may be the emulated ones."""
+def launch_invariant(x: Tensor, weights: PackedWeights) -> Tensor:
+    """`launch` with one order of every sum."""
+    return run_linear(*machine(x.device), x, weights, fixed=True)
+
+
+def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights, fixed: bool = False) -> Tensor:
+    """`launch` with the kernels given, which may be the emulated ones. fixed: columns are never divided among warps."""
     out = x.new_empty(x.shape[0], weights.groups * weights.rows)
-    dense(run, stream, padded(x, weights), weights, out, shape(x.shape[0], weights, run.num_processors), Epilogue.BF16)
+    divided = undivided(x.shape[0]) if fixed else shape(x.shape[0], weights, run.num_processors)
+    dense(run, stream, padded(x, weights), weights, out, divided, Epilogue.BF16)
     return out
 
 

@@ -19,6 +19,14 @@ def routed(
     return run_share(run, stream, x, ids, weights, experts, limit, quantize, summed, ranks)
 
 
+def routed_invariant(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, summed: bool, ranks: int
+) -> Tensor:
+    """`routed` with one order of every sum and one rounding of its parts."""
+    run, stream = machine(x.device)
+    return run_share(run, stream, x, ids, weights, experts, limit, quantize, summed, ranks, fixed=True)
+
+
 def run_share(
     run: Kernels,
     stream: int,
@@ -30,10 +38,11 @@ def run_share(
     quantize: bool,
     summed: bool,
     ranks: int,
+    fixed: bool = False,
 ) -> Tensor:
     """`routed` with the kernels given, which may be the emulated ones."""
     ids = ids.contiguous()
-    parts = whole.run_routed(run, stream, q8(x) if quantize else x, ids, weights, experts, limit, quantize, ranks)
+    parts = whole.run_routed(run, stream, q8(x) if quantize else x, ids, weights, experts, limit, quantize, ranks, fixed)
     if not summed:
         return parts.float().masked_fill_((ids < 0)[..., None], 0.0)
     out = x.new_empty(len(ids), experts.w2.rows)
@@ -46,9 +55,14 @@ def shared(x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> T
     return run_shared(*machine(x.device), x, experts, limit, quantize)
 
 
-def run_shared(run: Kernels, stream: int, x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+def shared_invariant(x: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
+    """`shared` with one order of every sum."""
+    return run_shared(*machine(x.device), x, experts, limit, quantize, fixed=True)
+
+
+def run_shared(run: Kernels, stream: int, x: Tensor, experts: PackedExperts, limit: float, quantize: bool, fixed: bool = False) -> Tensor:
     """`shared` with the kernels given."""
     source = q8(x) if quantize else x
     act, out = whole.shared_buffers(source, experts)
-    whole.run_shared(run, stream, source, experts, limit, quantize, act, out)
+    whole.run_shared(run, stream, source, experts, limit, quantize, act, out, fixed)
     return out

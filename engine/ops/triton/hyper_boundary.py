@@ -159,18 +159,31 @@ def division(rows: int) -> Division:
     return Division(64, 64, 40)
 
 
-def launch(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
-    """The op `hyper_boundary`. Streams of another number or dtype than four of bf16 go to the reference, aloud."""
+# Of batch-invariant mode: near the best for decode steps, while prefill reads the mixing matrix four times as often as it could.
+FIXED = Division(16, 128, 4)
+
+
+def launch_invariant(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
+    """`launch` with one division of its sums."""
+    return launch(h, written, mixer, pre, norm, eps, fixed=True)
+
+
+def launch(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float, fixed: bool = False) -> Boundary:
+    """The op `hyper_boundary`. Streams of another number or dtype than four of bf16 go to the reference, aloud.
+
+    fixed: any number of rows is divided in one way.
+    """
     rows, n, _ = h.shape
     if n != STREAMS or h.dtype != torch.bfloat16 or norm.dtype != torch.bfloat16:
         warn_once("hyper_boundary", f"{n} streams of {h.dtype}, the kernels take {STREAMS} of torch.bfloat16")
         boundary: Boundary = HYPER_BOUNDARY.reference(h, written, mixer, pre, norm, eps)
         return boundary
-    h, x, squares = write_back(h.contiguous(), written, pre.contiguous(), norm, eps)
-    return Boundary(h, x, *(mixes(h, squares, mixer, eps, division(rows)) if mixer is not None else (None, None, None)))
+    h, x, squares = write_back(h.contiguous(), written, pre.contiguous(), norm, eps, few=fixed or rows <= _FEW_ROWS)
+    divided = FIXED if fixed else division(rows)
+    return Boundary(h, x, *(mixes(h, squares, mixer, eps, divided) if mixer is not None else (None, None, None)))
 
 
-def write_back(h: Tensor, written: Written | None, pre: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def write_back(h: Tensor, written: Written | None, pre: Tensor, norm: Tensor, eps: float, few: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The streams, the next input, and the squares that `mixes` needs."""
     rows, _, width = h.shape
     x, squares = torch.empty(rows, width, dtype=h.dtype, device=h.device), torch.empty(rows, device=h.device)
@@ -179,7 +192,7 @@ def write_back(h: Tensor, written: Written | None, pre: Tensor, norm: Tensor, ep
     y, post, comb = (written.y.contiguous(), written.post, written.comb) if written is not None else (x, pre, pre)
     if rows:
         # Few rows: much of a row at once, for latency. Many: several rows at a time on every multiprocessor.
-        block = min(triton.next_power_of_2(width), 4096 if rows <= _FEW_ROWS else 1024)
+        block = min(triton.next_power_of_2(width), 4096 if few else 1024)
         write_and_read[(rows,)](
             h, y, post, comb, pre, norm, new_h, x, squares, width, eps, written is not None, block,
             num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,

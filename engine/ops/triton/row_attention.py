@@ -14,6 +14,10 @@ from engine.ops.triton.decode_formats import INTERPRETED, SHRINK, decode_e2m1, d
 from engine.ops.triton.fallback import warn_once
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+# Keys of a part in batch-invariant mode: two parts of a decoder row at the released sizes, which fill a device from 64 rows on.
+_PART_KEYS = 320
+# Parts of a row wait in memory for the combining kernel: of so many bytes at a time.
+_PART_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,11 @@ def _load_entry_rows(rows_ptr, index, present, D2: tl.constexpr, FAST: tl.conste
 @triton.jit
 def _attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, second_ptr, second_index_ptr, sink_ptr, out_ptr, planes_ptr, part_ptr, stat_ptr,
-    H, W, K, scale,
+    H, W, K, per, scale,
     HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, ALONE: tl.constexpr,
     SECOND_FP8: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """per: tiles of keys of one part, of which `program 1` is the number."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     heads = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     half, lane = tl.arange(0, D2), tl.arange(0, N)
@@ -122,7 +127,7 @@ def _attend(
     oo = tl.zeros((HEADS, D2), tl.float32)
     window_tiles = tl.cdiv(W, N)
     tiles = window_tiles + tl.cdiv(K, N)
-    begin, end = split * tiles // splits, (split + 1) * tiles // splits
+    begin, end = split * per, tl.minimum((split + 1) * per, tiles)
     for tile in tl.range(begin, tl.minimum(end, window_tiles), num_stages=STAGES):
         at = tile * N + lane
         index = tl.load(window_index_ptr + row * W + at, mask=at < W, other=-1).to(tl.int64)
@@ -174,28 +179,63 @@ def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: t
     _store_output(out_ptr, rot_ptr, row, heads, H, even * factor[:, None], odd * factor[:, None], D2, R2)
 
 
+def launch_invariant(q: Tensor, rot: Tensor, sources: list[PackedKeys], sink: Tensor, scale: float, splits: int = 0) -> Tensor:
+    """`launch` with parts of one length, joined by the combining kernel even where there is one: parts without a key of a row, whose
+    number depends on its neighbours, add exactly nothing.
+    """
+    return launch(q, rot, sources, sink, scale, splits, part_keys=_PART_KEYS)
+
+
 def launch(
-    q: Tensor, rot: Tensor, sources: list[PackedKeys], sink: Tensor, scale: float, splits: int = 0, tuning: Tuning = _TUNING
+    q: Tensor,
+    rot: Tensor,
+    sources: list[PackedKeys],
+    sink: Tensor,
+    scale: float,
+    splits: int = 0,
+    tuning: Tuning = _TUNING,
+    part_keys: int = 0,
 ) -> Tensor:
-    """The Triton twin of `row_attention`. fp32 queries and widths that are no power of two run the reference."""
+    """The Triton twin of `row_attention`. fp32 queries and widths that are no power of two run the reference.
+
+    part_keys: keys of a part, whatever the batch; 0 for parts as `splits` says.
+    """
     num_rows, num_heads, width = q.shape
     if q.dtype is not torch.bfloat16 or width & (width - 1) or not 64 <= width <= 512:
         if q.dtype is torch.bfloat16:
             warn_once("row_attention", f"a head width of {width} is no power of two from 64 to 512")
         return ROW_ATTENTION.reference(q, rot, sources, sink, scale, splits)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if num_rows == 0:
-        return out
+    out, tile = torch.empty_like(q, memory_format=torch.contiguous_format), tuning.keys if width >= 256 else 32
+    tiles = sum(triton.cdiv(source.index.shape[1], tile) for source in sources)
+    groups = triton.cdiv(num_heads, _heads(num_heads))
+    wanted = splits or max(1, _num_processors() // max(1, num_rows * groups))
+    per = part_keys // tile if part_keys else triton.cdiv(tiles, min(wanted, tiles))
+    splits = triton.cdiv(tiles, per)
+    alone = splits == 1 and not part_keys
+    step = num_rows if alone else max(1, _PART_BYTES // (4 * splits * num_heads * width))
+    for begin in range(0, num_rows, max(1, step)):
+        rows = slice(begin, begin + step)
+        some = [PackedKeys(source.rows, source.index[rows]) for source in sources]
+        _launch_rows(q[rows], rot[rows], some, sink, scale, out[rows], per, 0 if alone else splits, tuning)
+    return out
+
+
+def _heads(num_heads: int) -> int:
+    """Heads of one program."""
+    return min(64, max(16, triton.next_power_of_2(num_heads)))
+
+
+def _launch_rows(
+    q: Tensor, rot: Tensor, sources: list[PackedKeys], sink: Tensor, scale: float, out: Tensor, per: int, splits: int, tuning: Tuning
+) -> None:
+    """Rows whose parts are in memory together. splits: parts of `per` tiles, 0 when a program has all keys of its row."""
+    num_rows, num_heads, width = q.shape
     window, second = sources[0], sources[-1]
     num_window = window.index.shape[1]
     num_second = second.index.shape[1] if len(sources) == 2 else 0
-    heads = min(64, max(16, triton.next_power_of_2(num_heads)))
-    groups = triton.cdiv(num_heads, heads)
-    tile = tuning.keys if width >= 256 else 32
-    tiles = triton.cdiv(num_window, tile) + triton.cdiv(num_second, tile)
-    splits = min(splits or max(1, _num_processors() // (num_rows * groups)), tiles)
+    heads, tile = _heads(num_heads), tuning.keys if width >= 256 else 32
     part = stat = out
-    if splits > 1:
+    if splits:
         part = q.new_empty(num_rows, splits, num_heads, width, dtype=torch.float32)
         stat = q.new_empty(num_rows, splits, num_heads, 2, dtype=torch.float32)
     angles, shape = torch.view_as_real(rot), {"D2": width // 2, "R2": rot.shape[1]}
@@ -204,22 +244,21 @@ def launch(
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
         from engine.ops.triton.row_attention_hopper import attend
 
-        attend[(num_rows, splits)](
+        attend[(num_rows, splits or 1)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
-            num_window, num_second, factor, ALONE=splits == 1, num_warps=8,
+            num_window, num_second, per, factor, ALONE=not splits, num_warps=8,
         )  # fmt: skip
     else:
-        _attend[(num_rows, splits, groups)](
+        _attend[(num_rows, splits or 1, triton.cdiv(num_heads, heads))](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, out, part, stat,
-            num_heads, num_window, num_second, factor, HEADS=heads, N=tile, SECOND_FP8=second_fp8, ALONE=splits == 1, FAST=not INTERPRETED,
-            STAGES=tuning.stages, num_warps=tuning.warps if heads == 64 else 4, **shape,
+            num_heads, num_window, num_second, per, factor, HEADS=heads, N=tile, SECOND_FP8=second_fp8, ALONE=not splits,
+            FAST=not INTERPRETED, STAGES=tuning.stages, num_warps=tuning.warps if heads == 64 else 4, **shape,
         )  # fmt: skip
-    if splits > 1:
+    if splits:
         few = 1 if num_rows * num_heads <= 1024 else min(4, heads)
         _combine[(num_rows, triton.cdiv(num_heads, few))](
             angles, sink, part, stat, words, num_heads, splits, HEADS=few, num_warps=4, **shape
         )
-    return out
 
 
 def _is_hopper() -> bool:

@@ -147,7 +147,7 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, scale, ALONE: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr,
 ):  # fmt: skip
     """q, out: int32 [T, 64, 256] pairs of bf16. ALONE: a row's keys are not split. See `row_attention._attend` for the rest."""
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
@@ -155,7 +155,7 @@ def attend(
     entry_index_ptr += row * K
     window_tiles = gl.cdiv(W, N)
     tiles = window_tiles + gl.cdiv(K, N)
-    begin, end = split * tiles // splits, (split + 1) * tiles // splits
+    begin, end = split * per, gl.minimum((split + 1) * per, tiles)
     first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
     last_window = gl.minimum(end, window_tiles)
 
