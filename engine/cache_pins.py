@@ -28,7 +28,7 @@ class KeptPrefixes:
 
     def __init__(self, cache: HostCache, clock: Callable[[], float]) -> None:
         self._cache, self._clock = cache, clock
-        self._kept: dict[bytes, _Kept] = {}  # by the key of the last page
+        self._kept: dict[bytes, _Kept] = {}  # by the key of the prompt's last page, stored or not
         self._frames: Counter[int] = Counter()  # of all of them; prefixes share pages
         self._next_end_s = math.inf
 
@@ -49,7 +49,7 @@ class KeptPrefixes:
         path = index.match(keys)
         if not path:
             return {"pinned_tokens": 0, "restorable_tokens": 0}
-        key = keys[len(path) - 1]
+        key = keys[-1]
         if (known := self._kept.pop(key, None)) is not None:
             self._release(known)
         states = index.states_on(path)

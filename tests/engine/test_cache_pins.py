@@ -71,6 +71,16 @@ def test_pin_ends_with_its_time_and_with_a_time_of_zero(cache: PrefixCache, cloc
     assert run(cache, WANTED).cached_tokens == 0
 
 
+def test_pin_is_found_again_when_more_of_its_prompt_is_stored(cache: PrefixCache) -> None:
+    run(cache, WANTED[:20])
+    assert cache.keep(WANTED, "", math.inf)["pinned_tokens"] == 20
+    run(cache, WANTED)
+    assert cache.keep(WANTED, "", math.inf)["pinned_tokens"] == 40
+    cache.keep(WANTED, "", 0.0)
+    assert cache.stats()["kept_frames"] == 0
+    assert_idle(cache)
+
+
 def test_prefixes_share_what_they_have_in_common_and_the_share_of_the_arena_is_bounded(cache: PrefixCache) -> None:
     most, kept = int(MOST_SHARE * FRAMES), [0]
 
