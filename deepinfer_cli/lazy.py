@@ -51,7 +51,8 @@ class LazyGroup(TyperGroup):
         name = args[0]
         if name not in self.table and not name.startswith("-") and not ctx.resilient_parsing:
             near = get_close_matches(name, self.table, n=1)
-            guess = f"did you mean {ctx.command_path} {near[0]}? " if near else ""
+            meant = near[0] if near else f"run {name}" if "run" in self.table else ""
+            guess = f"did you mean {ctx.command_path} {meant}? " if meant else ""
             raise ConfigError(f"there is no command {ctx.command_path} {name}", hint=f"{guess}all commands: {ctx.command_path} --help")
         return super().resolve_command(ctx, args)
 

@@ -92,7 +92,7 @@ def refused(ran: Any, code: int, *says: str) -> None:
     [
         ("chta", "did you mean dix chat?"),
         ("stats", "did you mean dix status?"),
-        ("bench smoke", "all commands: dix bench --help"),
+        ("bench smoke", "did you mean dix bench run smoke?"),
         ("bench agentic", "did you mean dix bench agentx?"),
         ("serve --prot 1", "--port"),
         ("serve -dp 2", "did you mean --dp?"),
