@@ -2,7 +2,11 @@
 
 Layers of the released shapes with random weights (on CPUs the small golden model), compact truncation, the prompt in chunks. Each rank
 is a process with a GPU of its own. The chunk of one rank and of two together is the same. Prints a row per chunk size as it comes; no new
-one begins after `LATEST_S`. The logits of both must agree.
+one begins after `LATEST_S`.
+
+The logits of both must agree as far as the order of sums allows. How far that is shows the control: one rank in chunks of half the size,
+whose products have as many rows as those of a rank that shares. "same bytes" is the share of the cache's bytes that are equal; a wrong
+split would change whole rows from the first layer on. `tests/engine/test_context_parallel.py` shows equal bits where sums have one order.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.ranks import rank_command, rank_options
 
 LAYERS = (2, 3, 8, 9, 20, 21)
 GOLDEN = Path(__file__).parents[1] / "golden" / "model" / "tiny-a-bf16"
@@ -115,19 +121,21 @@ def rank_main(rank: int, device: str, model: str, meeting: str, out: Path) -> No
     if rank == 0:
         print(f"prompt of {length} tokens, median of {ROUNDS}; alone: one rank; together: two; ready after {report['ready_s']:.0f} s")
         print(
-            f"{'chunk':>7} {'alone s':>9} {'together s':>11} {'ratio':>6} {'spread':>7} {'gather ms':>10} {'cosine':>9} same token",
+            f"{'chunk':>7} {'alone s':>9} {'together s':>11} {'ratio':>6} {'spread':>7} {'gather ms':>10}"
+            f" {'cosine':>9} {'token':>6} {'same bytes':>10} | {'control':>9} {'token':>6} {'same bytes':>10}",
             flush=True,
         )
     for chunk in CHUNKS[device]:
         if group.max([int(time.monotonic() - began > LATEST_S)])[0]:
             break
         alone, expected = measure(runner, prompt, chunk, together=False, owner=True)
+        cache = runner.kv.blocks.clone()
+        control = agreement(prefill(runner, prompt, chunk // 2, together=False, owner=True), expected, runner, cache)
         group.max([0])
         joint, logits = measure(runner, prompt, chunk, together=True, owner=rank == 0)
         row: dict[str, Any] = {"alone_s": alone, "together_s": joint, "gather_ms": gather_ms(runner, chunk // 2)}
         if rank == 0:
-            row["cosine"] = torch.nn.functional.cosine_similarity(logits.float(), expected.float()).item()
-            row["same_token"] = bool((logits.argmax(-1) == expected.argmax(-1)).all())
+            row |= {"shared": agreement(logits, expected, runner, cache), "control": control}
             show(chunk, row)
         report["chunks"][chunk] = row
         (out / f"rank-{rank}.json").write_text(json.dumps(report))
@@ -135,21 +143,29 @@ def rank_main(rank: int, device: str, model: str, meeting: str, out: Path) -> No
     os._exit(0)  # NCCL's own threads may wait for the peer's
 
 
+def agreement(logits: Any, expected: Any, runner: Any, cache: Any) -> dict[str, Any]:
+    """Of a prefill that has just been computed with an earlier one. cache: what the earlier one left in the blocks."""
+    import torch
+
+    return {
+        "cosine": torch.nn.functional.cosine_similarity(logits.float(), expected.float()).item(),
+        "same_token": bool((logits.argmax(-1) == expected.argmax(-1)).all()),
+        "same_bytes": float((runner.kv.blocks[1:] == cache[1:]).float().mean()),
+    }
+
+
 def show(chunk: int, row: dict[str, Any]) -> None:
     alone, joint = statistics.median(row["alone_s"]), statistics.median(row["together_s"])
     spread = (max(row["together_s"]) - min(row["together_s"])) / joint
-    facts = f"{row['gather_ms']:10.3f} {row['cosine']:9.6f} {row['same_token']}"
-    print(f"{chunk:>7} {alone:9.3f} {joint:11.3f} {alone / joint:6.2f} {spread:7.1%} {facts}", flush=True)
+    facts = " | ".join(
+        f"{part['cosine']:9.6f} {'same' if part['same_token'] else 'other':>6} {part['same_bytes']:10.5f}"
+        for part in (row["shared"], row["control"])
+    )
+    print(f"{chunk:>7} {alone:9.3f} {joint:11.3f} {alone / joint:6.2f} {spread:7.1%} {row['gather_ms']:10.3f} {facts}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--rank", type=int, default=-1)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--meeting", default="")
-    options = parser.parse_args()
+    options = rank_options(argparse.ArgumentParser()).parse_args()
     if options.rank >= 0:
         rank_main(options.rank, options.device, options.model, options.meeting, options.out)
         return
@@ -162,8 +178,7 @@ def main() -> None:
             model = write_excerpt(Path(scratch) / "model", excerpt(LAYERS, stages=0))
         children = []
         for rank in range(2):
-            command = [sys.executable, "-m", "tests.gpu.context_parallel", str(options.out), "--device", options.device]
-            command += ["--rank", str(rank), "--model", str(model), "--meeting", f"{scratch}/meeting"]
+            command = rank_command("tests.gpu.context_parallel", options, rank, model, Path(scratch) / "meeting")
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"}
             children.append(subprocess.Popen(command, env=environment))
         codes = [child.wait() for child in children]

@@ -33,6 +33,7 @@ from engine.ops.registry import select
 from engine.ops.route_experts import route_experts
 from engine.parallel.balancer import Balancer, BalanceSettings
 from engine.parallel.expert_exchange import ExpertExchange, Route
+from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 
 # Source: the released configuration.
@@ -43,6 +44,8 @@ if "--small" in sys.argv:  # the same code without GPUs and without meaning
 TEXT: Any = SimpleNamespace(gate_temp=1.0, routed_scaling_factor=2.5, swiglu_limit=10.0, n_routed_experts=EXPERTS)
 LAYERS = 4  # calls in one graph, each with rows of its own
 ROUNDS = 10
+IMBALANCE = 1.8  # tokens of the first of two ranks over the mean, where routing is forced
+MANY_ROWS = 4096 if DEVICE == "cuda" else 64
 HOT = 8  # how many times its share the hot expert gets
 
 
@@ -287,17 +290,31 @@ class Bench:
     # ---- balance
 
     def recovery(self) -> None:
-        """Time of a step with hot experts before and after balancing, beside that of even routing."""
+        """Time of a step with hot experts before and after balancing, beside that of even routing.
+
+        Hot experts of decode rows cost little, as the weights that are read stay the same. What hurts is many rows: their products are
+        the time, so there the first rank gets IMBALANCE times the mean, counted off instead of routed.
+        """
         for hot in (1, 16):
-            self.results.setdefault("balance", []).append(self.recover(hot, self.hot_bias(hot)))
+            self.results.setdefault("balance", []).append(self.recover(hot, BATCHES[-1]))
+            print(self.rank, json.dumps(self.results["balance"][-1]), flush=True)
+        for count in (BATCHES[-1], MANY_ROWS):
+            self.results["balance"].append(self.recover(0, count, IMBALANCE))
             print(self.rank, json.dumps(self.results["balance"][-1]), flush=True)
 
-    def recover(self, hot: int, bias: Tensor) -> dict[str, Any]:
-        count = BATCHES[-1]
+    def recover(self, hot: int, count: int, imbalance: float = 0.0) -> dict[str, Any]:
+        """hot: experts at HOT times their share. imbalance: instead of that, tokens of the first rank over the mean."""
         inputs = [self.rows(count, seed=n) for n in range(LAYERS)]
-        exchange = self.exchange(extra=16)
+        exchange = self.exchange(extra=0 if imbalance else 16)
+        first = len(exchange.layers[0].placement.held_by(0))
+        if imbalance:
+            exchange.forced = ForcedRouting(1.0, 2, first, EXPERTS)
         even_us = self.microseconds(self.shared_calls(exchange, inputs))
-        skewed = replace(block_of(exchange, 0), bias=bias)
+        skewed = block_of(exchange, 0)
+        if imbalance:
+            exchange.forced = ForcedRouting(imbalance, 2, first, EXPERTS)
+        else:
+            skewed = replace(skewed, bias=self.hot_bias(hot))
         # Layers move one by one, so each needs weights of its own.
         for number in range(LAYERS):
             exchange.layers[number].experts[:] = [replace(skewed, experts=copy_of(skewed.experts))]
@@ -318,6 +335,7 @@ class Bench:
         figures = balancer.figures
         return {
             "hot_experts": hot,
+            "imbalance": imbalance,
             "rows_per_rank": count,
             "even_us": even_us,
             "skewed_us": before_us,

@@ -14,12 +14,12 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from deepinfer_cli.opbench.layer_floor import layer_floor
 from engine.models.config import ModelConfig, parse_config
 from engine.models.released import excerpt, write_excerpt
+from tests.gpu.ranks import rank_command, rank_options
 
 CONTEXT, STEPS, PROMPT = 8_192, 20, 32_768
 BATCHES = (1, 8, 64, 256)
@@ -115,14 +115,9 @@ def small(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser = rank_options(argparse.ArgumentParser())
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", default="", help="released layer numbers, all 40 when empty")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--rank", type=int, default=-1)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--meeting", default="")
     options = parser.parse_args()
     if options.rank >= 0:
         return run_rank(options.rank, options)
@@ -131,9 +126,9 @@ def main() -> None:
     data = excerpt(layers, stages=0, engram_rows=997 if options.device == "cpu" else 1_000_000)
     data = small(data) if options.device == "cpu" else data
     model, meeting = write_excerpt(options.out / "model", data), options.out / f"meeting-{os.getpid()}"
-    command = [sys.executable, "-m", "tests.gpu.whole_model", str(options.out), "--ranks", str(options.ranks), "--device", options.device]
-    command += ["--model", str(model), "--meeting", str(meeting)]
-    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.ranks)]
+    shape = ["--ranks", str(options.ranks)]
+    commands = [[*rank_command("tests.gpu.whole_model", options, rank, model, meeting), *shape] for rank in range(options.ranks)]
+    ranks = [subprocess.Popen(command) for command in commands]
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         sys.exit(f"ranks ended with {codes}")

@@ -1,0 +1,23 @@
+"""Options of scripts that start themselves once per rank."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def rank_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """out and --device are the user's; the others say to a rank who it is, which model it runs and where the ranks meet."""
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--rank", type=int, default=-1)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--meeting", default="")
+    return parser
+
+
+def rank_command(module: str, options: argparse.Namespace, rank: int, model: Path, meeting: Path) -> list[str]:
+    """What starts a rank with these options."""
+    command = [sys.executable, "-m", module, str(options.out), "--device", options.device]
+    return [*command, "--rank", str(rank), "--model", str(model), "--meeting", str(meeting)]
