@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from server import admin
 from tests.server.harness import FakeServer, alive, eventually, finish, group_pids, start_fake
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
@@ -222,3 +225,11 @@ def test_pages_of_other_sites_cannot_use_a_server_without_keys(
     if expected == 403:
         assert answer.json()["error"]["code"] == "foreign_origin"
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_page_puts_no_text_of_a_model_into_markup() -> None:
+    """What a model writes, a document may have told it to write: the page shows it as text nodes only, and loads nothing."""
+    page = (Path(admin.__file__).parent / "page.html").read_text(encoding="utf-8")
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc", "javascript:"):
+        assert sink not in page
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
