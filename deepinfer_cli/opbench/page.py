@@ -22,6 +22,7 @@ def page(records: list[dict[str, Any]], checks: dict[str, dict[str, Any]], title
     whole = [extrapolated(layers, kernels, batch) for batch in (1, 64)]
     if any(whole):
         parts += ["## Extrapolated to 40 layers", *filter(None, whole)]
+    parts.append(invariance_cost(layers))
     if checks:
         parts += ["## Checks", _checks(checks)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -44,6 +45,25 @@ def extrapolated(layers: list[dict[str, Any]], kernels: list[dict[str, Any]], ba
         f"= **{total / 1e3:,.2f} ms** a step. "
         "An extrapolation from single layers; embedding, drafts and gaps between layers are not in it."
     )
+
+
+def invariance_cost(layers: list[dict[str, Any]]) -> str:
+    """What batch-invariant mode adds to the same layer, measured in the same run; "" without such lines."""
+    times = {(r["id"], *sorted(r["params"].items())): r["time_us"]["median"] for r in layers if "time_us" in r}
+    costs = []
+    for name, time in times.items():
+        plain = _without(times, name)
+        if name[0].endswith(".invariant") and plain is not None:
+            what = ", ".join(f"{key} {value}" for key, value in name[1:] if key != "touched")
+            costs.append(f"{name[0].removesuffix('.invariant')} {what} {time / plain - 1:+.1%}")
+    return f"Batch-invariant mode (bound 20 %, aim 10 %): {'; '.join(costs)}." if costs else ""
+
+
+def _without(times: dict[tuple[Any, ...], float], name: tuple[Any, ...]) -> float | None:
+    """Time of the same case outside the mode. What was drawn, the experts that were touched, may differ by a hair."""
+    drawn = [part for part in name[1:] if part[0] != "touched"]
+    plain = name[0].removesuffix(".invariant")
+    return next((time for other, time in times.items() if other[0] == plain and [p for p in other[1:] if p[0] != "touched"] == drawn), None)
 
 
 def _machine(records: list[dict[str, Any]]) -> str:

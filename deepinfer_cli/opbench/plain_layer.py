@@ -87,4 +87,5 @@ def _within(selection: Selection) -> Selection:
 
 def _dense(layer: object) -> Tensor:
     assert isinstance(layer, PackedLinear), "the layer was not loaded packed"
+    assert layer.dense is not None, "the layer was loaded for batch-invariant steps"
     return layer.dense.weight

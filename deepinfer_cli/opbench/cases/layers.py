@@ -24,6 +24,8 @@ from engine.models.released import excerpt, write_excerpt
 # Released numbers of the layers that are loaded: an n-gram layer, source and follower of ratio 2, the source of ratio 1, its follower,
 # and an index source that is restricted to candidates. All six fit one H200 as stored.
 LAYERS = (1, 2, 3, 20, 21, 24)
+# Batch-invariant mode is measured on two followers and what they read.
+_INVARIANT_LAYERS = (2, 3, 20, 21)
 _NAMES = {1: "ngram", 2: "source2", 3: "follower2", 20: "source1", 21: "follower1", 24: "candidates"}
 _SMALL: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "qk_rope_head_dim": 16, "q_lora_rank": 64,
@@ -43,9 +45,9 @@ class _Loaded:
     runs: LayerRuns
 
 
-def _load(setting: Setting, layers: tuple[int, ...], experts: int | None) -> _Loaded:
+def _load(setting: Setting, layers: tuple[int, ...], experts: int | None, invariant: bool = False) -> _Loaded:
     """The excerpt with a cache for the largest case, kept for the cases that follow; another one takes its place on the device."""
-    key = f"layers {layers} {experts}"
+    key = f"layers {layers} {experts} {invariant}"
     max_batch, max_len = (_SMALL_BATCH, _SMALL_LEN) if setting.small else (max(_DECODE_TARGETS), _LONG)
     setting.drop_others("layers ", key)
     if setting.device == "cuda":
@@ -69,6 +71,7 @@ def _load(setting: Setting, layers: tuple[int, ...], experts: int | None) -> _Lo
             max_num_batched_tokens=max_len,
             max_model_len=max_len - 8,
             enforce_eager=True,
+            batch_invariant=invariant,
         )
         runner = ModelRunner(config)
         return _Loaded(runner.model_config, LayerRuns(runner, max_batch, max_len, setting.seed))
@@ -76,17 +79,19 @@ def _load(setting: Setting, layers: tuple[int, ...], experts: int | None) -> _Lo
     return setting.shared(key, make)
 
 
-def _decode(layer: int, batch: int, context: int, target: Target, experts: int | None = None) -> Case:
+def _decode(layer: int, batch: int, context: int, target: Target, experts: int | None = None, invariant: bool = False) -> Case:
     def prepare(setting: Setting) -> Prepared:
         rows, length = (min(batch, _SMALL_BATCH), _SMALL_LEN) if setting.small else (batch, context)
-        layers = LAYERS if experts is None else (20, layer)
-        loaded = _load(setting, layers, experts)
+        layers = _INVARIANT_LAYERS if invariant else LAYERS if experts is None else (20, layer)
+        loaded = _load(setting, layers, experts, invariant)
         run = loaded.runs.decode(layers.index(layer), rows, length)
         floor = layer_floor(loaded.config, layers.index(layer), length)
         return _prepared(run, floor.num_bytes(rows, run.touched), floor.flops(rows))
 
     params: dict[str, int | str] = {"layer": _NAMES[layer], "batch": batch, "context": context}
-    return Case("l.decode" if experts is None else "l.decode.ep8", params, prepare, target, group="layers")
+    return Case(
+        "l.decode.invariant" if invariant else "l.decode" if experts is None else "l.decode.ep8", params, prepare, target, group="layers"
+    )
 
 
 def _plain(layer: int, batch: int) -> Case:
@@ -108,17 +113,20 @@ def _plain(layer: int, batch: int) -> Case:
     return Case("l.plain", params, prepare, Target("over_floor"), group="layers")
 
 
-def _prefill(layer: int, tokens: int, target: Target) -> Case:
+def _prefill(layer: int, tokens: int, target: Target, invariant: bool = False) -> Case:
     def prepare(setting: Setting) -> Prepared:
         count = _SMALL_LEN // 2 if setting.small else tokens
-        loaded = _load(setting, LAYERS, None)
-        number = LAYERS.index(layer)
+        layers = _INVARIANT_LAYERS if invariant else LAYERS
+        loaded = _load(setting, layers, None, invariant)
+        number = layers.index(layer)
         run = loaded.runs.prefill(number, count)
         # Rows see half the context on average.
         floor = layer_floor(loaded.config, number, count // 2)
         return _prepared(run, floor.num_bytes(0, loaded.config.text.n_routed_experts), floor.flops(count))
 
-    return Case("l.prefill", {"layer": _NAMES[layer], "tokens": tokens}, prepare, target, group="layers")
+    return Case(
+        "l.prefill.invariant" if invariant else "l.prefill", {"layer": _NAMES[layer], "tokens": tokens}, prepare, target, group="layers"
+    )
 
 
 def _prepared(run: LayerRun, num_bytes: float, flops: float) -> Prepared:
@@ -139,7 +147,10 @@ def _cases() -> list[Case]:
     cases[len(_DECODE_TARGETS) : len(_DECODE_TARGETS)] = others
     cases += [_plain(21, batch) for batch in (1, 8, 64)]
     cases += [_decode(21, batch, _SHORT, Target("over_floor", *bounds), experts=48) for batch, bounds in _SHARE_TARGETS.items()]
-    return cases + [_prefill(3, tokens, Target("bf16", 0.40, 0.55)) for tokens in (4_096, 32_768)]
+    cases += [_prefill(3, tokens, Target("bf16", 0.40, 0.55)) for tokens in (4_096, 32_768)]
+    # Last: the mode holds for a process, from the load of these layers on.
+    cases += [_decode(21, batch, _SHORT, Target("over_floor"), invariant=True) for batch in (1, 8, 64)]
+    return [*cases, _prefill(3, 4_096, Target("bf16"), invariant=True)]
 
 
 CASES = _cases()

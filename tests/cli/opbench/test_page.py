@@ -33,3 +33,12 @@ def test_page_names_machine_levels_and_checks() -> None:
     assert "gpu H200" in text
     assert "Of 6 cases with a target: 6 must." in text
     assert "| golden | failed | 3.0 | p3 / off |" in text
+
+
+def test_page_says_what_batch_invariant_mode_costs_the_same_layer() -> None:
+    touched = [{**r, "params": r["params"] | {"touched": 6.0}} for r in LAYERS]
+    slower = record("l.decode.invariant", 57.5, layer="follower1", batch=1, context=8_192, touched=6.5)
+    text = page([*touched, slower, record("l.prefill.invariant", 9.0, layer="follower2", tokens=4096)], {}, "Title")
+    assert "bound 20 %" in text
+    assert "l.decode batch 1, context 8192, layer follower1 +15.0%." in text  # nothing of prefill, which has no other line
+    assert "bound 20 %" not in page(touched, {}, "Title")
