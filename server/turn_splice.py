@@ -13,6 +13,7 @@ from server.dialect import Dialect
 from server.turn_memory import Turn, Turns, turn_of
 
 Ranges = Sequence[tuple[int, int]]
+_LONGEST_OPENING = 32  # tokens between the header and the end of a prompt: the opening of a calls block, when one is forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,6 @@ def sampled_ids_of_turn(
             if list(prompt_ids[at : at + len(opening)]) == opening:
                 return header, array("I", [*prompt_ids[at + len(opening) :], *answer])
     return nothing
-
-
-_LONGEST_OPENING = 32  # tokens between the header and the end of a prompt: the opening of a calls block, when one is forced
 
 
 def find_regions(prompt: str, ranges: Ranges, messages: Sequence[Message], dialect: Dialect, turns: Turns) -> list[Region]:
