@@ -68,8 +68,16 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
     return out
 
 
+def _is_running(path: Path) -> bool:
+    """Whether a run has not ended, or was killed. An unreadable one counts as ended: who asks for it is told what is wrong with it."""
+    try:
+        return bool(read_run(path).get("status") == "running")
+    except ConfigError:
+        return False
+
+
 def find_runs(root: Path, name: str) -> list[Path]:
-    """`last`, a run's name or the start of one, a label, a recipe (`smoke`: its last run), or a path.
+    """`last` (that has ended), a run's name or the start of one, a label, a recipe (`smoke`: its last run), or a path.
 
     Raises: ConfigError when nothing matches.
     """
@@ -79,7 +87,7 @@ def find_runs(root: Path, name: str) -> list[Path]:
     if name == "last":
         if not paths:
             raise ConfigError("there are no runs yet", hint="dix bench run smoke")
-        return paths[-1:]
+        return [next((path for path in reversed(paths) if not _is_running(path)), paths[-1])]
     if exact := [p for p in paths if p.name == name or (p.name.endswith(f"-{name}") and re.fullmatch(r"[0-9a-f]{6}", name))]:
         return exact
     if labelled := [p for p in paths if name in (read_run(p).get("labels") or {}).values()]:

@@ -112,7 +112,9 @@ def summarize(folder: Path) -> Summary:
         gaps = pd.read_parquet(folder / "chunks.parquet", columns=["gap_ms"])
         timeline = pd.read_parquet(folder / "timeline.parquet")
     except OSError:
-        raise ConfigError(f"run {folder.name} has no tables: it ended before it measured anything", hint="dix bench run again") from None
+        raise ConfigError(
+            f"run {folder.name} has no tables: it still runs, or ended before it measured anything", hint="dix bench run again"
+        ) from None
     itl = gaps["gap_ms"].to_numpy() if len(gaps) else np.empty(0)
     good = requests if requests["ok"].all() else requests[requests["ok"]]
     rows = _latencies("all", good) + distribution("all", "itl", itl.astype(np.float32))

@@ -238,3 +238,17 @@ def test_a_torn_record_is_left_out(home: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "requests.jsonl").write_text(json.dumps(record(0, 0, 0.0, 0.1)) + '\n{"request_id": "to')
     assert len(write_tables(folder, "x")) == 1
+
+
+def test_the_last_run_is_the_last_that_has_ended(dix: Dix, home: Path) -> None:
+    """While another run is measured, in this home or in another window, the one before it can be read."""
+    make_run(home, "20260101-000000-smoke-aaaaaa", four_requests())
+    folder = make_run(home, "20260102-000000-smoke-bbbbbb", four_requests())
+    run = json.loads((folder / "run.json").read_text())
+    write_json(folder / "run.json", run | {"status": "running", "window_s": None})
+    for table in folder.glob("*.parquet"):
+        table.unlink()
+    assert dix("report", "last", "--json").json["runs"][0]["run"]["id"] == "20260101-000000-smoke-aaaaaa"
+    ran = dix("report", "20260102")
+    assert ran.code == 2
+    assert "still runs" in ran.err
