@@ -54,7 +54,8 @@ class Connection(HttpToolsProtocol):
             self._pass_over_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("")
-        if not (self._timers or self.timeout_keep_alive_task or self._answering or self.transport.is_closing()):
+        waits = self.timeout_keep_alive_task is not None or not self._timers.keys().isdisjoint(("headers", "body"))
+        if not (waits or self._answering or self.transport.is_closing()):
             # What came began no request: blank lines, or the end of a body that nobody waited for.
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
