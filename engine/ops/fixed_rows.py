@@ -7,7 +7,6 @@ rows are filled up, so that nothing is left. What an op's own kernels need for i
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def fixed_linear(x: Tensor, weight: Tensor, out: Tensor | None = None, wide: boo
     out = torch.empty(count, len(weight), dtype=dtype, device=x.device) if out is None else out
     begin = 0
     for size in (least * _MANY, least):
-        if count - begin >= size and (size == least or _agree(weight.shape, x.dtype, wide, x.device)):
+        if count - begin >= size and (size == least or _agree(weight, wide)):
             while count - begin >= size:
                 _multiply(rows[begin : begin + size], matrix, out[begin : begin + size], wide)
                 begin += size
@@ -53,21 +52,25 @@ def _multiply(x: Tensor, matrix: Tensor, out: Tensor, wide: bool) -> None:
         torch.mm(x, matrix, out=out)
 
 
-@cache
-def _agree(shape: torch.Size, dtype: torch.dtype, wide: bool, device: torch.device) -> bool:
-    """Whether a call of many rows gives random rows the bits of calls of few. Their sums either have one order or differ all over."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
-    least = _ROWS[device.type]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(least * _MANY, shape[1], generator=generator).to(device, dtype)
-    matrix = torch.randn(*shape, generator=generator).to(device, dtype).t()
-    many = torch.empty(len(x), shape[0], dtype=torch.float32 if wide else dtype, device=device)
-    few = torch.empty_like(many)
-    _multiply(x, matrix, many, wide)
-    for begin in range(0, len(x), least):
-        _multiply(x[begin : begin + least], matrix, few[begin : begin + least], wide)
-    return torch.equal(many, few)
+def _agree(weight: Tensor, wide: bool) -> bool:
+    """Whether a call of many rows gives random rows the bits of calls of few: their sums have one order or differ all over. Found out once
+    for each shape, and not while a step is recorded, when nothing can be compared.
+    """
+    key = (weight.shape, weight.dtype, wide, weight.device)
+    if key not in _agreed and not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        least = _ROWS[weight.device.type]
+        x = torch.randn(least * _MANY, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+        many = torch.empty(len(x), len(weight), dtype=torch.float32 if wide else x.dtype, device=x.device)
+        few = torch.empty_like(many)
+        _multiply(x, weight.t(), many, wide)
+        for begin in range(0, len(x), least):
+            _multiply(x[begin : begin + least], weight.t(), few[begin : begin + least], wide)
+        _agreed[key] = torch.equal(many, few)
+    return _agreed.get(key, False)
+
+
+# Shape, dtype, fp32 results, device -> what `_agree` found: facts about the libraries of this process.
+_agreed: dict[tuple[torch.Size, torch.dtype, bool, torch.device], bool] = {}
 
 
 def in_whole_vectors(run: Callable[..., Any], *rows: Tensor) -> Any:

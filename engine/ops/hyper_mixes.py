@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -77,22 +75,22 @@ def _sinkhorn_4x4(a: list[list[float]], num_iters: int, eps: float) -> list[list
     return [[m * r * x for m, x in zip(row, columns, strict=True)] for row, r in zip(a, (r0, r1, r2, r3), strict=True)]
 
 
-def _reference(
-    raw: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: float, balance: Callable[[Tensor, int, float], Tensor] = sinkhorn
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = int((raw.shape[1] + 1) ** 0.5) - 1
-    mixed = torch.addcmul(base, raw, scale)
-    gates = mixed[:, : 2 * n].sigmoid()
-    a = mixed[:, 2 * n :].unflatten(1, (n, n)).softmax(-1).add_(eps)
-    return gates[:, :n] + eps, gates[:, n:] * 2, balance(a, num_iters, eps)
+def _reference(raw: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    pre, post, a = _parts(raw, scale, base, eps)
+    return pre, post, sinkhorn(a, num_iters, eps)
 
 
 def _invariant(raw: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    def group(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _reference(rows, scale, base, num_iters, eps, sinkhorn_tensors)
+    pre, post, a = in_whole_vectors(lambda rows: _parts(rows, scale, base, eps), raw)
+    return pre, post, in_groups(lambda rows: sinkhorn_tensors(rows, num_iters, eps), a)
 
-    pre, post, comb = in_groups(lambda rows: in_whole_vectors(group, rows), raw)
-    return pre, post, comb
+
+def _parts(raw: Tensor, scale: Tensor, base: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Read weights, write weights, and the stream matrices before they are balanced."""
+    n = int((raw.shape[1] + 1) ** 0.5) - 1
+    mixed = torch.addcmul(base, raw, scale)
+    gates = mixed[:, : 2 * n].sigmoid()
+    return gates[:, :n] + eps, gates[:, n:] * 2, mixed[:, 2 * n :].unflatten(1, (n, n)).softmax(-1).add_(eps)
 
 
 HYPER_MIXES = Op("hyper_mixes", reference=_reference, invariant={"reference": _invariant}, tolerance=Tolerance(fp32=2e-6))

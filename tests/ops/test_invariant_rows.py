@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import engine.model_runner
+import engine.sampler  # noqa: F401  every op of the engine is registered
 from engine.ops import registry
 from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, pack_entry_rows, pack_window_rows
 from engine.ops.compress_entries import IndexPlaces, PairSource
@@ -242,9 +244,6 @@ def _invariant() -> Iterator[None]:
 
 
 def test_every_op_has_a_case():
-    import engine.model_runner
-    import engine.sampler  # noqa: F401  every op of the engine is registered
-
     assert set(CASES) == set(registry._OPS)
 
 
