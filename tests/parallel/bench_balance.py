@@ -24,7 +24,7 @@ from engine.parallel.expert_exchange import ExpertExchange, Route
 from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 
-EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS, ROWS, ROUNDS = 32, 4, 256, 2048, 2, 256, 7
+EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS, ROWS, ROUNDS = 32, 4, 256, 512, 3, 384, 7
 TEXT: Any = SimpleNamespace(gate_temp=1.0, routed_scaling_factor=2.5, swiglu_limit=10.0, n_routed_experts=EXPERTS)
 
 
