@@ -79,6 +79,16 @@ class Narrator:
         hint = f" ({event['hint']})" if event.get("hint") else ""
         self._call.ui.warn(f"{event.get('message')}{hint}")
 
+    def _on_failure(self, event: dict[str, Any]) -> None:
+        self._close_bar()
+        if event.get("restarting"):  # else the error boundary prints it
+            self._call.ui.warn(f"{event.get('message')}; starting again")
+
+    def _on_log_tail(self, event: dict[str, Any]) -> None:
+        if self._call.ui.options.verbose:
+            for line in event.get("lines", []):
+                self._call.ui.note(f"  {line}", "quiet")
+
     def _on_error(self, event: dict[str, Any]) -> None:
         self._close_bar()  # the exception that follows is printed by the error boundary
 

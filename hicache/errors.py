@@ -1,6 +1,7 @@
 """The base of every failure that a user can cause or repair, and hicache's own failures."""
 
 import errno
+import re
 
 DENIED = "check its owner and mode, or set DIX_HOME to a directory of your own"
 FULL = "free some space; what was written before is kept"
@@ -51,8 +52,10 @@ class MachineError(DixError):
 
 def machine_error(error: BaseException) -> MachineError | None:
     """What the operating system refused, with its remedy; None for any other failure. The message names the file."""
-    if isinstance(error, MemoryError):
-        return MachineError("not enough memory", hint="free some, or raise the limit: ulimit -v")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        wanted = re.search(r"tried to allocate \d+ bytes", str(error))  # as torch says it
+        more = f": {wanted[0]}" if wanted else ""
+        return MachineError(f"not enough memory{more}", hint="free some, raise the limit (ulimit -v), or lower --kv-cache-gb")
     if not isinstance(error, OSError) or error.errno not in REMEDIES:
         return None
     return MachineError(f"{error.filename or 'this machine'}: {error.strerror}", hint=REMEDIES[error.errno])

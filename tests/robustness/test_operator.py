@@ -9,9 +9,11 @@ import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from deepinfer_cli.bench.runs import list_runs, new_run, write_json
 from deepinfer_cli.commands.logs import read_new
 from deepinfer_cli.commands.status import _up_s
 from deepinfer_cli.invocation import Shared, prepare
+from deepinfer_cli.narrator import Narrator
 from deepinfer_cli.paths import paths_from
 from deepinfer_cli.servers import find_url
 from engine.config import EngineConfig
@@ -92,6 +95,35 @@ def test_what_the_system_refuses_is_a_machine_error_with_the_file_and_a_remedy(n
     assert failure.hint
     assert machine_error(ValueError()) is None
     assert machine_error(OSError(errno.EBADF, "ours")) is None
+
+
+def test_too_little_memory_is_a_machine_error_whoever_notices() -> None:
+    torch_says = RuntimeError("alloc_cpu.cpp:127 DefaultCPUAllocator: can't allocate memory: you tried to allocate 134 bytes.")
+    assert str(machine_error(MemoryError())) == "not enough memory"
+    assert str(machine_error(torch_says)) == "not enough memory: tried to allocate 134 bytes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kib", [500_000, 700_000, 900_000])
+def test_a_limit_on_memory_ends_a_start_with_exit_code_3_and_nothing_left(kib: int) -> None:
+    home = Path(tempfile.mkdtemp(prefix="dxo-", dir="/tmp"))
+    limited = {**os.environ, "DIX_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    command = ["sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh", *DIX, "start", "tiny", "--port", "0"]
+    try:
+        done = subprocess.run(command, env=limited, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 3, done.stderr
+        assert "memory" in done.stderr
+        assert list_servers(home / "state") == []
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def test_a_restart_is_a_warning_and_the_tail_of_a_log_is_for_those_who_ask(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = prepare(Shared(), {}, {}, {"DIX_HOME": str(tmp_path)})
+    narrator = Narrator(call, 1)
+    narrator({"event": "failure", "message": "rank 0 was killed", "restarting": True})
+    narrator({"event": "log_tail", "lines": ["a long traceback"]})
+    assert capsys.readouterr().err == "warning: rank 0 was killed; starting again\n"
 
 
 def test_a_home_that_is_a_file_is_exit_code_3(env: dict[str, str], tmp_path: Path) -> None:

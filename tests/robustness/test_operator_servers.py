@@ -236,10 +236,13 @@ def test_of_two_starts_at_once_one_serves_and_one_says_so(base: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_that_is_interrupted_anywhere_leaves_nothing(base: Path, number: signal.Signals) -> None:
     """Ctrl-C ends what was started. SIGTERM to the command alone leaves a server that either serves or is gone."""
-    draw = random.Random(int(number))
+    draw, began_s = random.Random(int(number)), time.monotonic()
+    begin(base).communicate(timeout=120)
+    whole_s = time.monotonic() - began_s
+    launcher.stop(NAME, base, 1.0)
     for _ in range(20):
         process = begin(base)
-        time.sleep(draw.uniform(0.0, 2.5))
+        time.sleep(draw.uniform(0.0, whole_s))
         process.send_signal(number)
         process.communicate(timeout=60)
         if number == signal.SIGTERM and (base / "servers" / NAME).exists():
