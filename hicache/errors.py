@@ -5,6 +5,7 @@ import re
 
 DENIED = "check its owner and mode, or set DIX_HOME to a directory of your own"
 FULL = "free some space; what was written before is kept"
+_NO_MEMORY = ("can't allocate memory", "failed to map segment")  # torch's allocator; the loader of libraries
 # What the machine refuses is no bug of ours.
 REMEDIES = {
     errno.ENOSPC: FULL,
@@ -52,7 +53,7 @@ class MachineError(DixError):
 
 def machine_error(error: BaseException) -> MachineError | None:
     """What the operating system refused, with its remedy; None for any other failure. The message names the file."""
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         wanted = re.search(r"tried to allocate \d+ bytes", str(error))  # as torch says it
         more = f": {wanted[0]}" if wanted else ""
         return MachineError(f"not enough memory{more}", hint="free some, raise the limit (ulimit -v), or lower --kv-cache-gb")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +28,7 @@ from server.hosts import Hosts
 from server.launch import Launch, recorded_grace_s
 from server.logs import open_log, tail
 from server.processes import launch_gpus
-from server.state import Lock, ServerState, clean_leftovers, is_running, read_state, same_process, server_dir
+from server.state import Lock, ServerState, clean_leftovers, is_running, read_state, remove_boot_dir, same_process, server_dir
 from server.supervisor import STOP_REQUEST_NAME, Supervisor
 from server.warm_file import read_warm_file
 
@@ -132,6 +134,7 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
             on_event({"event": "bound", "host": sock.getsockname()[0], "port": sock.getsockname()[1]})
             return _run(Supervisor(launch, launch_path, sock, on_event, keys), directory)
     finally:
+        remove_boot_dir(launch.boot_dir, launch.boot_uuid)  # when it ended between making it and running
         lock.release()
 
 
@@ -219,18 +222,37 @@ def start(
     """
     launch = make_launch(engine, hicache, server, name, state_dir, runtime_dir, engine_factory)
     directory = Path(launch.server_dir)
+    limit_s = server.ready_timeout_s if ready_timeout_s is None else ready_timeout_s
+    process: subprocess.Popen[bytes] | None = None
     lock = take_lock(launch)
     try:
-        process = _spawn_background(launch, state_dir, api_keys or [], lock)
-    finally:
+        with _interrupts_later():
+            process = _spawn_background(launch, state_dir, api_keys or [], lock)
         lock.release()  # the supervisor holds it by the descriptor that it inherited
-    events_path = directory / EVENTS_NAME
-    limit_s = server.ready_timeout_s if ready_timeout_s is None else ready_timeout_s
-    try:
-        return _wait_ready(process, events_path, directory, on_event, limit_s)
+        return _wait_ready(process, directory / EVENTS_NAME, directory, on_event, limit_s)
     except BaseException:
-        _end_background(process)
+        if process is not None:
+            _end_background(process)
         raise
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block: an exception out of the middle of a fork would leave a child that nobody knows."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals arrive in the main thread only
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str], lock: Lock) -> subprocess.Popen[bytes]:
@@ -249,13 +271,9 @@ def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str], lock
             stderr=output,
             start_new_session=True,
         )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(api_keys).encode())
-        process.stdin.close()
-    except BaseException:  # Ctrl-C comes at any moment
-        _end_background(process)
-        raise
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(api_keys).encode())
+    process.stdin.close()
     return process
 
 
@@ -340,6 +358,7 @@ def background_main(arguments: list[str]) -> int:
     """Entry point of the background supervisor: `python -m server.launcher START_FILE STATE_DIR LOCK_FD`, keys as JSON on stdin."""
     request, state_dir = Path(arguments[0]), Path(arguments[1])
     lock = Lock.adopt(request.parent, int(arguments[2]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the supervisor has handlers of its own
     api_keys = json.loads(sys.stdin.read())
     launch = msgspec.json.decode(request.read_bytes(), type=Launch)
     with (request.parent / EVENTS_NAME).open("a", buffering=1) as events:
