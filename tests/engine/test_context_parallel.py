@@ -225,11 +225,15 @@ def logits_of_mixed_batches(cp: int, **mode: object) -> dict[int, torch.Tensor]:
 MASK = {**KEEP, "yoco_mode": "mask"}
 
 
-@pytest.mark.parametrize("mode", [{}, KEEP, {**MASK, "precision": "Fq"}], ids=["off", "compact", "mask"])
-def test_compiled_logits_of_mixed_batches_are_those_of_one_rank_bit_for_bit(mode):
+@pytest.mark.parametrize(
+    ("mode", "sizes"),
+    [({}, (2, 4)), (KEEP, (2, 4)), ({**MASK, "precision": "Fq"}, (2, 4)), ({**KEEP, **EAGER}, (2,))],
+    ids=["off", "compact", "mask", "torch"],
+)
+def test_batch_invariant_logits_of_mixed_batches_are_those_of_one_rank_bit_for_bit(mode, sizes):
     invariant = {**mode, "batch_invariant": True}
     alone = logits_of_mixed_batches(1, **invariant)
-    for cp in (2, 4):
+    for cp in sizes:
         together = logits_of_mixed_batches(cp, **invariant)
         assert [number for number in alone if not torch.equal(together[number], alone[number])] == []
 
