@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -272,7 +272,7 @@ def test_in_bf16_with_packed_rows_only_the_order_of_sums_can_differ(mode, size):
                 if group.rank:
                     runner.join(StepKind.PREFILL)
                 else:
-                    logits = runner.run(Batch(StepKind.PREFILL, [replace(piece, logit_rows=rows)]))
+                    logits = runner.run(Batch(StepKind.PREFILL, [msgspec.structs.replace(piece, logit_rows=rows)]))
         return logits
 
     [alone] = run_ranks(1, rank_main)

@@ -1,6 +1,6 @@
-import dataclasses
 import json
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -129,7 +129,7 @@ def test_window_rows_before_the_valid_start_are_never_read(runner):
     ring = runner.kv.ring_rows
     runner.kv.rings[:, [ring + p % ring for p in range(24, 30)]] = float("nan")
     part = seq.slice(45)
-    assert runner.run(Batch(StepKind.PREFILL, [dataclasses.replace(part, swa_valid_start=30)])).isfinite().all()
+    assert runner.run(Batch(StepKind.PREFILL, [msgspec.structs.replace(part, swa_valid_start=30)])).isfinite().all()
     seq.done = 40
     assert not decode([seq])[0].isfinite().all()
 
