@@ -17,9 +17,11 @@ from engine.spec_costs import CostModel
 
 MAX_CONFIDENCE = 60.0  # raw confidences are clamped to this size. Source: the release's draft head
 MIN_TEMPERATURE = 1e-5
-# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes. In between the question is
-# asked again after 1, 2, 4 and then every HOLD steps: what is known of a sequence fades, and typical rates take its place.
+# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes. A probe that changes nothing
+# doubles the wait for the next one: it drafts for all sequences, whose windows are filled first, and costs three or four steps. In between
+# the question is asked again after 1, 2, 4 and then every HOLD steps: what is known of a sequence fades, and typical rates take its place.
 PROBE_INTERVAL = 64
+MAX_PROBE_INTERVAL = 512
 HOLD = 8
 # Weight of old acceptance counts per verification: about the last thousand drafts of a place count.
 _DECAY = 0.999
@@ -88,7 +90,7 @@ class ThroughputLength:
         self._rounds = 0
         self._products, self._squares = _CARRY_PRIOR, _CARRY_PRIOR
         self._asked: list[list[float]] = []
-        self._skipped = 0
+        self._skipped, self._patience = 0, PROBE_INTERVAL
 
     @property
     def carry(self) -> float:
@@ -112,12 +114,12 @@ class ThroughputLength:
             if speed > most:
                 best, most = count, speed
         if best > 0:
-            self._skipped = 0
+            self._skipped, self._patience = 0, PROBE_INTERVAL
             return best
         self._skipped += 1
-        if self._skipped <= PROBE_INTERVAL:
+        if self._skipped <= self._patience:
             return 0
-        self._skipped = 0
+        self._skipped, self._patience = 0, min(2 * self._patience, MAX_PROBE_INTERVAL)
         return min(num_seqs, len(gains))
 
     def _gains(self, rates: list[list[float]], rooms: list[int]) -> list[float]:

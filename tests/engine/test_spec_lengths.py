@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.sampler import Sampler, probabilities
 from engine.spec_costs import CostModel, Curve, measure, step_timer
-from engine.spec_lengths import HOLD, PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
+from engine.spec_lengths import HOLD, MAX_PROBE_INTERVAL, PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
 from hicache.config import HiCacheConfig
 from tests.engine.fake_runner import FakeLimits, FakeRunner
 from tests.engine.test_spec_decode import Table, chi_square_fits, sequence
@@ -176,10 +176,25 @@ def test_the_budget_is_the_best_of_all(seed, num, cost):
 
 def test_without_gain_a_step_drafts_now_and_then_to_see_whether_that_changed():
     one = policy(line(0.001, 0.010))
-    budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(3 * PROBE_INTERVAL + 3)]
-    probes = [i for i, budget in enumerate(budgets, 1) if budget]
-    assert probes == [PROBE_INTERVAL + 1, 2 * PROBE_INTERVAL + 2, 3 * PROBE_INTERVAL + 3]
-    assert {budgets[i - 1] for i in probes} == {3}
+    budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(2500)]
+    probes = [i for i, budget in enumerate(budgets) if budget]
+    waits = [later - earlier - 1 for earlier, later in zip([-1, *probes], probes, strict=False)]
+    assert waits == [64, 128, 256, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL]
+    assert {budgets[i] for i in probes} == {3}
+
+
+def test_a_gain_brings_the_next_probe_near_again():
+    one = policy(line(0.001, 0.010))
+    while not one.budget([[0.1] * 5] * 3, [5] * 3):
+        pass
+    assert one.budget([[0.99] * 5], [5]) == 0
+    one.cost = CostModel(line(0.010, 0.0), line(0.0, 0.0))
+    while not one.budget([[0.99] * 5], [5]):
+        pass
+    one.cost = CostModel(line(0.001, 0.010), line(0.0, 0.0))
+    budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(PROBE_INTERVAL + 1)]
+    assert not any(budgets[:-1])
+    assert budgets[-1]
 
 
 def test_drafts_that_are_never_kept_are_given_up_whatever_their_confidence():
