@@ -50,14 +50,15 @@ class KeptPrefixes:
         if not path:
             return {"pinned_tokens": 0, "restorable_tokens": 0}
         key = keys[-1]
-        if (known := self._kept.pop(key, None)) is not None:
-            self._release(known)
         states = index.states_on(path)
         restorable = index.position[states[-1]] if states else 0
+        frames = [*path, *(frame for state in states for frame in index.state_frames(state))]
+        if ttl_s > 0:
+            self._check_room(frames)  # before the earlier pin of the same prompt goes: a refusal leaves that as it is
+        if (known := self._kept.pop(key, None)) is not None:
+            self._release(known)
         if ttl_s == 0:
             return {"pinned_tokens": 0, "restorable_tokens": restorable}
-        frames = [*path, *(frame for state in states for frame in index.state_frames(state))]
-        self._check_room(frames)
         index.pin(path)
         for state in states:
             index.pin_state(state)

@@ -71,6 +71,18 @@ def test_pin_ends_with_its_time_and_with_a_time_of_zero(cache: PrefixCache, cloc
     assert run(cache, WANTED).cached_tokens == 0
 
 
+def test_refusal_leaves_an_earlier_pin_of_the_same_prompt_as_it_is(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(cache, WANTED)
+    cache.keep(WANTED, "", 60.0)
+    frames = cache.stats()["kept_frames"]
+    monkeypatch.setattr("engine.cache_pins.MOST_SHARE", 0.0)
+    with pytest.raises(ConfigError):
+        cache.keep(WANTED, "", 60.0)
+    assert (cache.stats()["kept_prefixes"], cache.stats()["kept_frames"]) == (1, frames)
+    cache.keep(WANTED, "", 0.0)
+    assert_idle(cache)
+
+
 def test_pin_is_found_again_when_more_of_its_prompt_is_stored(cache: PrefixCache) -> None:
     run(cache, WANTED[:20])
     assert cache.keep(WANTED, "", math.inf)["pinned_tokens"] == 20
