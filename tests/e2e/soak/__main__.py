@@ -3,8 +3,8 @@
 python -m tests.e2e.soak OUT --minutes 120      run; SIGTERM ends it early
 python -m tests.e2e.soak OUT --judge            the verdict so far, from the files
 
-While OUT/pause exists no new load is sent and nothing is killed. Once the server is ready everything runs at nice 19, and within `--share`
-of one core on average.
+While OUT/pause exists no new load is sent and nothing is killed. Once the server is ready everything runs at nice 19, and load is sent
+within `--share` of one core (`bucket.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import psutil
 from server.launch import segment_name
 from tests.e2e.cache_live import Live, leaks
 from tests.e2e.conftest import Dix, Server, alive, kill, start, wait_until
+from tests.e2e.soak.bucket import CpuBucket
 from tests.e2e.soak.figure import draw
 from tests.e2e.soak.load import Ended, Load
 from tests.e2e.soak.samples import SHARED_MEMORY, HostSample, Sample, Sampler, Table
@@ -57,7 +58,6 @@ class Soak:
     share: float
     seed: int
     began_s: float = field(default_factory=time.monotonic)
-    paused_s: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -65,6 +65,7 @@ class Soak:
         self.requests = Table(self.out / "requests.csv", Ended)
         self.events = (self.out / "events.jsonl").open("w")
         self.draw = random.Random(self.seed)
+        self.bucket = CpuBucket(self.share, BURST_CPU_S)
         self._lock = threading.Lock()
 
     @property
@@ -117,7 +118,7 @@ class Soak:
                     self._kill(server)
                     next_kill_s = self._next_kill()
                 self.over.wait(self.draw.expovariate(1 / THINK_S))
-                while self.sampler.cpu_s > BURST_CPU_S + self.share * (self.elapsed_s - self.paused_s) and self.elapsed_s < self.seconds:
+                while self.bucket.update(self.sampler.cpu_s, self.elapsed_s) and self.elapsed_s < self.seconds:
                     if self.over.wait(1.0):
                         break
 
@@ -137,8 +138,7 @@ class Soak:
             return
         self.note("paused")
         while pause.exists() and self.elapsed_s < self.seconds and not self.over.wait(1.0):
-            pass
-        self.paused_s += self.elapsed_s - since
+            self.bucket.update(self.sampler.cpu_s, self.elapsed_s, paused=True)
         self.note("resumed", seconds=round(self.elapsed_s - since, 1))
 
     def _one(self, load: Load) -> None:

@@ -15,17 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from tests.e2e.soak.handles import MOST_RISE, PARTS, calm, floors
 from tests.e2e.soak.samples import read_table
 
 MOST_MB_PER_HOUR = 1.0
+HANDLES = ("threads", "fds", "sockets", "segments")
 Life = list[dict[str, float]]
+Restarts = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
     """One process role. Memory in MB of the first and last judged tenth; slope in MB per hour, None without a life that is long enough.
 
-    `handles` maps threads, fds and sockets to their floors in the first and last judged quarter: what is leaked raises the floor.
+    `handles` maps threads, fds, sockets and segments to their early and late floors while nothing restarts (`handles.py`).
     """
 
     role: str
@@ -42,7 +45,7 @@ class Role:
         found = []
         if self.slope is not None and self.slope > MOST_MB_PER_HOUR:
             found.append(f"{self.role}: memory grows by {self.slope:.2f} MB per hour")
-        found += [f"{self.role}: {name} grow from {a} to {b}" for name, (a, b) in self.handles.items() if b > a]
+        found += [f"{self.role}: {name} grow from {a} to {b}" for name, (a, b) in self.handles.items() if b > a + MOST_RISE]
         return found
 
     def line(self) -> str:
@@ -83,10 +86,10 @@ def slope_per_hour(lives: list[tuple[np.ndarray, np.ndarray]]) -> float:
     return float(np.median(np.concatenate(slopes))) * 3600
 
 
-def judge_role(role: str, lives: list[Life], warm_s: float) -> Role:
+def judge_role(role: str, lives: list[Life], warm_s: float, restarts: Restarts) -> Role:
     """lives: samples of each process that played the role. A life counts when as much of it again lies behind its warm-up."""
     warm = [[sample for sample in life if sample["age_s"] >= warm_s] for life in lives]
-    judged = [life for life in warm if len(life) >= 8 and life[-1]["age_s"] >= 2 * warm_s]
+    judged = [life for life in warm if len(life) >= PARTS and life[-1]["age_s"] >= 2 * warm_s]
     if not judged:
         return Role(role, len(lives), 0.0, 0.0, 0.0, None, None, {})
 
@@ -94,14 +97,23 @@ def judge_role(role: str, lives: list[Life], warm_s: float) -> Role:
         return slope_per_hour([(_column(life, "elapsed_s"), _column(life, column) * 1024 / 1e6) for life in judged])
 
     longest = max(judged, key=len)
-    tenth, quarter, own = max(1, len(longest) // 10), max(1, len(longest) // 4), _column(longest, "own_kib") * 1024 / 1e6
-    handles = {
-        name: (int(_column(longest[:quarter], name).min()), int(_column(longest[-quarter:], name).min()))
-        for name in ("threads", "fds", "sockets", "segments")
-    }
+    tenth, own = max(1, len(longest) // 10), _column(longest, "own_kib") * 1024 / 1e6
+    quiet = calm(_column(longest, "elapsed_s"), restarts)
+    handles = {name: floors(_column(longest, name)[quiet]) for name in HANDLES if quiet.sum() >= PARTS}
     minutes = sum(life[-1]["elapsed_s"] - life[0]["elapsed_s"] for life in judged) / 60
     first, last = float(np.median(own[:tenth])), float(np.median(own[-tenth:]))
     return Role(role, len(lives), minutes, first, last, slope("own_kib"), slope("pss_kib"), handles)
+
+
+def restarts_of(events: list[dict[str, Any]]) -> Restarts:
+    """(killed, serves again) of each kill, in seconds; one that is not over reaches to the end of all time."""
+    found: Restarts = []
+    for event in events:
+        if event["event"] == "kill":
+            found.append((event["elapsed_s"], float("inf")))
+        elif event["event"] == "serves again" and found:
+            found[-1] = (found[-1][0], event["elapsed_s"])
+    return found
 
 
 def _column(life: Life, name: str) -> np.ndarray:
@@ -119,14 +131,15 @@ def read_lives(path: Path) -> dict[str, list[Life]]:
 def judge(out: Path) -> Verdict:
     """The verdict on the files in `out`: samples.csv, host.csv, requests.csv, events.jsonl, and end.json of a run that is over."""
     settings = json.loads((out / "settings.json").read_text())
-    verdict = Verdict()
-    verdict.roles = [judge_role(role, lives, settings["warm_s"]) for role, lives in sorted(read_lives(out / "samples.csv").items())]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    restarts, verdict = restarts_of(events), Verdict()
+    lives = sorted(read_lives(out / "samples.csv").items())
+    verdict.roles = [judge_role(role, of_role, settings["warm_s"], restarts) for role, of_role in lives]
     verdict.complaints += [complaint for role in verdict.roles for complaint in role.complaints]
     if not any(role.slope is not None for role in verdict.roles if role.role.startswith("rank")):
         verdict.complaints.append("no rank lived long enough to judge its memory")
     _judge_requests(out, verdict)
     _judge_files(out, verdict)
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     verdict.facts["kills"] = sum(event["event"] == "kill" for event in events)
     pauses = [event["seconds"] for event in events if event["event"] == "resumed"]
     verdict.facts["pauses"] = f"{len(pauses)}, {sum(pauses) / 60:.1f} min in all"
@@ -154,13 +167,12 @@ def _judge_requests(out: Path, verdict: Verdict) -> None:
 
 
 def _judge_files(out: Path, verdict: Verdict) -> None:
-    """Shared-memory files: as many at the end as at the beginning. Sizes of logs and disk tier are bounded and told."""
+    """Shared-memory files: no more at the end than at the beginning. Sizes of logs and disk tier are bounded and told."""
     rows = read_table(out / "host.csv")
-    if len(rows) < 8:
+    if len(rows) < PARTS:
         return
-    quarter = len(rows) // 4
-    first, last = (min(int(row["shm_files"]) for row in part) for part in (rows[:quarter], rows[-quarter:]))
-    if last > first:
+    first, last = floors(np.array([int(row["shm_files"]) for row in rows]))
+    if last > first + MOST_RISE:
         verdict.complaints.append(f"shared-memory files grow from {first} to {last}")
     verdict.facts["files"] = f"{first} -> {last} in shared memory, home {int(rows[0]['home_bytes']) / 1e6:.1f} -> " + (
         f"{int(rows[-1]['home_bytes']) / 1e6:.1f} MB in {rows[0]['home_files']} -> {rows[-1]['home_files']} files"
