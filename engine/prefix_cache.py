@@ -131,6 +131,7 @@ class PrefixCache:
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
         if not self._budget.allows(self._restore_bytes(tokens)):
+            self._budget.charge(time.perf_counter() - began)
             return Plan(PlanKind.HOLD, 0, "restore_budget", match)
         match.plan_seconds = time.perf_counter() - began
         if match.peer is not None:
@@ -199,9 +200,7 @@ class PrefixCache:
         tokens, reason = plan.restore_tokens, plan.reason
         if tokens:
             tokens, reason = self._try_copy_in(seq, match, tokens, reason)
-            seconds, num_bytes = time.perf_counter() - began, self._restore_bytes(tokens) if tokens else 0
-            self.counters.restored(num_bytes, seconds)
-            self._budget.spend(num_bytes, match.plan_seconds + seconds)
+            self.counters.restored(self._restore_bytes(tokens) if tokens else 0, time.perf_counter() - began)
         if tokens and match.state != NONE:
             self.sources.note_hit(match.keys[tokens // self._page_tokens - 1])
         self._unpin_state(match)
@@ -213,6 +212,8 @@ class PrefixCache:
             self._begin(seq, match, tokens)
         else:
             self._release(match)
+        if plan.restore_tokens:
+            self._budget.spend(self._restore_bytes(tokens) if tokens else 0, match.plan_seconds + time.perf_counter() - began)
 
     def _count_admission(self, seq: Sequence, tokens: int, reason: str) -> None:
         before = self._fetched.pop(seq.seq_id, tokens)
@@ -333,9 +334,11 @@ class PrefixCache:
         self._fetched.pop(seq.seq_id, None)
 
     def _close(self, seq_id: int) -> None:
-        """The prefill is over: nothing of it is pinned or awaited any more."""
+        """The prefill is over: nothing of it is pinned or awaited any more. Letting go of a long path takes time from others, too."""
+        began = time.perf_counter()
         self._herd.drop_leader(seq_id)
         self._release(self._active.pop(seq_id, None))
+        self._budget.charge(time.perf_counter() - began)
 
     def _release(self, match: Match | None) -> None:
         if match is not None:

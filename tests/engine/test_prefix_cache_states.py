@@ -286,6 +286,21 @@ def test_restores_beside_decoding_wait_until_the_last_one_is_paid_off() -> None:
     assert_idle(cache)
 
 
+def test_time_spent_on_letting_go_of_a_restored_path_is_paid_off_as_well() -> None:
+    clock = Clock()
+    cache = herd_cache(clock)
+    run(cache, SHARED)
+    first, second = (make_sequence(next(_ids), SHARED) for _ in range(2))
+    admit(cache, first)
+    cache._budget = RestoreBudget(2**30, 0.05, 1.0, clock)
+    cache.begin_step(decoding=True)
+    assert not cache._budget.exhausted
+    cache.finish(first)
+    assert cache.plan(second).kind is PlanKind.HOLD  # the clock stands still, so nothing was paid
+    cache.finish(second)
+    assert_idle(cache)
+
+
 def test_rings_that_lose_a_window_before_the_prefill_ends_are_refused() -> None:
     kv = FakeKV()
     kv.ring_rows = kv.window + kv.block_size + KEEP - 1
