@@ -14,14 +14,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
+
+from deepinfer_cli.layout import GAP, blocks, extent
 
 ROLES = {"good": "green", "warning": "yellow", "bad": "red", "accent": "cyan", "quiet": "dim"}
 ASCII = {"✓": "ok", "→": "->", "·": "-", "–": "-", "━": "#", "≥": ">=", "×": "x", "−": "-", "±": "+/-", "…": "..."}
@@ -87,23 +89,29 @@ class Ui:
         self.stdout.flush()
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> None:
-        """Boxless table on stdout. Narrow terminals drop columns from the right, never digits."""
-        self.out.print(self.build_table(columns, rows, self.out.width), soft_wrap=False, crop=False, no_wrap=True)
+        """Boxless table on stdout. What does not fit goes on below (`layout.py`)."""
+        self.out.print(self.build_table(columns, rows, self.out.width), soft_wrap=False, crop=False)
 
-    def build_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int) -> Table:
-        cells = [[_cell(value) for value in row] for row in rows]
-        widths = [max([len(c.head), *(len(row[i]) for row in cells)]) for i, c in enumerate(columns)]
-        keep = len(columns)
-        while keep > 1 and sum(widths[:keep]) + 2 * keep > width:
-            keep -= 1
-        table = Table(
-            box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False, header_style="quiet", show_header=any(c.head for c in columns)
-        )
-        for column in columns[:keep]:
-            table.add_column(Text(self.glyphs(column.head)), justify="right" if column.right else "left", style=column.role, no_wrap=True)
-        for row in cells:
-            table.add_row(*(Text(self.glyphs(cell), style=_verdict_role(cell)) for cell in row[:keep]))
-        return table
+    def build_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int) -> Group:
+        heads = [self.glyphs(column.head) for column in columns]
+        cells = [[self.glyphs(_cell(value)) for value in row] for row in rows]
+        extents = [extent([head, *(row[i] for row in cells)], words=not columns[i].right) for i, head in enumerate(heads)]
+        made: list[Table | str] = []
+        for block in blocks(extents, width - GAP):  # the last column has its gap too
+            table = Table(
+                box=None, padding=(0, GAP, 0, 0), show_edge=False, header_style="quiet", show_header=any(heads),
+                width=sum(place.width + GAP for place in block),
+            )  # fmt: skip
+            for place in block:
+                column = columns[place.column]
+                justify: Literal["right", "left"] = "right" if column.right else "left"
+                table.add_column(Text(heads[place.column]), justify=justify, style=column.role, width=place.width, no_wrap=column.right)
+            for row in cells:
+                if made and not any(row[place.column] for place in block[1:]):
+                    continue  # it has said everything above
+                table.add_row(*(Text(row[place.column], style=_verdict_role(row[place.column])) for place in block))
+            made += ["", table] if made else [table]
+        return Group(*made)
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """One JSON document on stdout; missing values are null."""

@@ -95,6 +95,7 @@ class Result:
     lines: list[Comparison]
     notes: list[str] = field(default_factory=list)
     banner: str = ""
+    confidence: float = 0.95
 
 
 def compare(
@@ -113,7 +114,7 @@ def compare(
         notes.append(f"better and worse hold for all lines together with {confidence:.0%} confidence (Bonferroni over {rule.questions})")
     if any(line.within_one_run for line in lines):
         notes.append("one run on a side: intervals hold within these runs only; repeat with --repeats 5 on both sides")
-    return Result(lines, notes, f"forced comparison of different {', '.join(differences)}" if differences else "")
+    return Result(lines, notes, f"forced comparison of different {', '.join(differences)}" if differences else "", confidence)
 
 
 @dataclass(frozen=True, slots=True)

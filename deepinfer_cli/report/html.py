@@ -102,7 +102,8 @@ def _tiles(summary: Summary) -> str:
 def _comparison(result: Result) -> str:
     banner = f'<p class="banner">{escape(result.banner)}</p>' if result.banner else ""
     notes = "".join(f'<p class="quiet">{escape(note)}</p>' for note in result.notes)
-    return f"<article><h2>Comparison</h2>{banner}{table(comparison_grid(result))}{notes}</article>"
+    grid = comparison_grid(result)
+    return f"<article><h2>{escape(grid.title)}</h2>{banner}{table(grid)}{notes}</article>"
 
 
 def figure_html(figure: Figure) -> str:

@@ -15,7 +15,8 @@ def comparison_grid(result: Result) -> Grid:
         [c.label, show_number(c.base, c.digits), show_number(c.new, c.digits), _percent(c.change), _interval(c), c.verdict.value]
         for c in result.lines
     ]
-    return Grid("Comparison", ["", "base", "new", "change", "95 % interval", "verdict"], rows, left=frozenset({0, 5}))
+    title = "Comparison within single runs" if any(line.within_one_run for line in result.lines) else "Comparison"
+    return Grid(title, ["", "base", "new", "change", f"{result.confidence * 100:g} % interval", "verdict"], rows, left=frozenset({0, 5}))
 
 
 def repeats_grid(summaries: list[Summary], confidence: float = 0.95) -> Grid:
@@ -49,5 +50,4 @@ def _percent(share: float) -> str:
 def _interval(line: Comparison) -> str | None:
     if line.interval is None:
         return None
-    text = f"[{line.interval.low * 100:+.1f}, {line.interval.high * 100:+.1f}] %".replace("-", "−")
-    return f"{text} within this run only" if line.within_one_run else text
+    return f"[{line.interval.low * 100:+.1f}, {line.interval.high * 100:+.1f}] %".replace("-", "−")

@@ -12,7 +12,7 @@ import pytest
 
 from deepinfer_cli.report.compare import Verdict, judge
 from deepinfer_cli.report.intervals import Interval, bootstrap_ratio, mean_interval, t_quantile, welch_ratio
-from tests.cli.test_report import four_requests, make_run, record
+from tests.cli.test_report import STAMP, four_requests, make_run, record
 
 Dix = Callable[..., Any]
 
@@ -120,7 +120,28 @@ def test_one_run_each_is_labelled(dix: Dix, home: Path) -> None:
     runs(home, "new", [0.100])
     ran = dix("report", "new", "--baseline", "base")
     assert ran.code == 0
-    assert "within this run only" in ran.out
+    assert "Comparison within single runs" in ran.out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_comparison_says_everything_at_any_width(dix: Dix, home: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    runs(home, "base", [0.100, 0.101, 0.099])
+    runs(home, "new", [0.120, 0.121, 0.119])
+    monkeypatch.setenv("COLUMNS", "500")
+    wide = dix("report", "new", "--baseline", "base").out
+    monkeypatch.setenv("COLUMNS", str(width))
+    narrow = dix("report", "new", "--baseline", "base").out
+    assert all(len(line) <= width for line in narrow.splitlines() if line != STAMP)
+    assert "95 % interval" in narrow
+    assert sorted(set(narrow.split())) == sorted(set(wide.split())), "every word and number, at any width"
+
+
+def test_the_head_of_the_intervals_is_the_confidence_that_was_asked_for(dix: Dix, home: Path) -> None:
+    runs(home, "base", [0.100, 0.101, 0.099])
+    runs(home, "new", [0.120, 0.121, 0.119])
+    out = dix("report", "new", "--baseline", "base", "--confidence", "0.9").out
+    assert "90 % interval" in out
+    assert "95 %" not in out
 
 
 def test_different_work_is_refused_unless_forced(dix: Dix, home: Path) -> None:

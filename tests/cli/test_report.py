@@ -252,3 +252,15 @@ def test_the_last_run_is_the_last_that_has_ended(dix: Dix, home: Path) -> None:
     ran = dix("report", "20260102")
     assert ran.code == 2
     assert "still runs" in ran.err
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_report_says_everything_at_any_width(dix: Dix, home: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    for run in ("20260101-000000-smoke-aaaaaa", "20260102-000000-smoke-bbbbbb"):
+        make_run(home, run, four_requests())
+    monkeypatch.setenv("COLUMNS", "500")
+    wide = dix("report", "smoke").out
+    monkeypatch.setenv("COLUMNS", str(width))
+    narrow = dix("report", "smoke").out
+    assert max(len(line.split("  ")) for line in narrow.splitlines()) > 1, "tables are there"
+    assert sorted(set(narrow.split())) == sorted(set(wide.split()))

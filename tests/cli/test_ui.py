@@ -7,7 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from deepinfer_cli.layout import GAP, blocks, extent
 from deepinfer_cli.ui import Column, Ui, UiOptions
 from deepinfer_cli.units import parse_duration, parse_fraction, parse_size, show_bytes, show_duration, show_number
 from hicache.errors import ConfigError
@@ -56,10 +59,43 @@ def test_numbers_are_right_aligned_and_missing_ones_are_dashes() -> None:
     assert lines == ["name  tok/s  share", "a     9,870      –", "long      7      –"]
 
 
-def test_a_narrow_terminal_drops_columns_from_the_right_never_digits() -> None:
+def lines_of(out: io.StringIO) -> list[str]:
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_on_a_narrow_terminal_columns_go_on_below_and_rows_keep_their_names() -> None:
     ui, out, _ = make({"COLUMNS": "14"})
-    ui.table(COLUMNS, [("a", "9,870", "12 %")])
-    assert [line.rstrip() for line in out.getvalue().splitlines()] == ["name  tok/s", "a     9,870"]
+    ui.table(COLUMNS, [("a", "9,870", "12 %"), ("b", "7", None)])
+    assert lines_of(out) == ["name  tok/s", "a     9,870", "b         7", "", "name  share", "a      12 %", "b         –"]
+
+
+def test_words_wrap_before_columns_go_on_below() -> None:
+    ui, out, _ = make({"COLUMNS": "50"})
+    ui.table(
+        [Column("", right=False), Column("", right=False), Column("n")], [("warn", "no compiler was found, so steps take longer", "12")]
+    )
+    assert max(map(len, lines_of(out))) <= 50
+    assert " ".join(out.getvalue().split()) == "n warn no compiler was found, so steps take 12 longer"
+
+
+def test_a_row_with_nothing_more_to_say_is_not_named_again() -> None:
+    ui, out, _ = make({"COLUMNS": "40"})
+    texts = ("a text of some words that needs room " * 2, "a remedy that also needs some room")
+    ui.table([Column("", right=False)] * 3, [("ok", texts[0], ""), ("warn", texts[0], texts[1])])
+    assert out.getvalue().split().count("ok") == 1
+    assert out.getvalue().split().count("warn") == 2
+
+
+@given(st.lists(st.lists(st.text("ab1 ", max_size=30), min_size=1, max_size=5), min_size=1, max_size=7), st.integers(1, 120))
+def test_every_column_is_placed_once_and_blocks_fit_where_they_can(cells: list[list[str]], room: int) -> None:
+    extents = [extent(column, words=index % 2 == 0) for index, column in enumerate(cells)]
+    placed = blocks(extents, room)
+    assert [place.column for block in placed for place in block if place.column or block is placed[0]] == list(range(len(cells)))
+    for block in placed:
+        assert block[0].column == 0
+        assert all(extents[place.column].least <= place.width <= extents[place.column].full for place in block)
+        width = sum(place.width for place in block) + GAP * (len(block) - 1)
+        assert width <= room or len(block) <= 2, "only what cannot be divided is wider than the room"
 
 
 @pytest.mark.parametrize(
