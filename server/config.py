@@ -42,6 +42,7 @@ class ServerConfig:
     metrics_compat: str = knob("vllm", "Foreign metric names to offer as well, comma separated: vllm, sglang.")
     warm: str = knob("", "File of JSON lines, chat bodies or prompts, that are prefilled and pinned before the server is ready.")
     splice_sampled_ids: bool = knob(True, "History that was generated here keeps the ids it was sampled with, so that prefixes stay equal.")
+    sampled_ids_mb: float = knob(64.0, "Memory for what is kept of answers to put back into their history.", unit="MB", gt=0)
     reattach_reasoning: bool = knob(False, "Put back the reasoning that a client drops from turns with tool calls made here.")
     rank_header: bool = knob(False, "Answer with X-DeepInfer-Rank.")
     debug_faults: bool = knob(False, "Offer POST /deepinfer/debug/fault. For tests only.")

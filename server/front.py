@@ -35,8 +35,10 @@ from server.rank_index import RankIndexes
 from server.rank_pool import RankPool
 from server.route_cost import RestoreRule
 from server.router import Router
+from server.sampled_ids import SampledIds
 from server.tenants import Tenants
 from server.text import load_text
+from server.turn_memory import TurnMemory
 from server.warm_file import read_warm_file
 from server.warm_up import warm_up
 from server.workers import Workers
@@ -57,7 +59,9 @@ def build_front(launch: Launch) -> Front:
     tenants = Tenants(launch.hicache.isolation, launch.read_cache_secret())
     workers = Workers()
     bodies = Bodies(launch.server.max_body_bytes, workers)
-    return Front(launch, pool, metrics, workers, bodies, GrammarCheck(launch.engine.model), tenants)
+    half = int(launch.server.sampled_ids_mb * 2**20 / 2)
+    memories = SampledIds(half), TurnMemory(half)
+    return Front(launch, pool, metrics, workers, bodies, GrammarCheck(launch.engine.model), *memories, tenants)
 
 
 def restore_rule(hicache: HiCacheConfig, keep_tokens: int) -> RestoreRule | None:

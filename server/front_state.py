@@ -36,9 +36,9 @@ class Front:
     workers: Workers
     bodies: Bodies
     grammars: GrammarCheck
+    sampled: SampledIds
+    turns: TurnMemory
     tenants: Tenants = field(default_factory=Tenants)
-    sampled: SampledIds = field(default_factory=SampledIds)
-    turns: TurnMemory = field(default_factory=TurnMemory)
     poison: Poison = field(default_factory=Poison)
     keys: list[bytes] = field(default_factory=list)
     tell: Callable[[dict[str, Any]], None] = lambda _message: None

@@ -16,16 +16,16 @@ from hashlib import blake2b
 
 from engine.tokenizer import Tokenizer
 
-MOST_STRETCHES = 16_384
-MOST_IDS = 4_194_304  # 16 MiB
+BYTES_OF_STRETCH = 400  # of key, array and place in the map
+BYTES_OF_ID = 4
 Known = Callable[[str], Sequence[int] | None]
 
 
 class SampledIds:
-    """One per front; safe to use from several threads. The least recently used stretches go first."""
+    """One per front; safe to use from several threads. The least recently used stretches go first, once `most_bytes` are kept."""
 
-    def __init__(self, most_stretches: int = MOST_STRETCHES, most_ids: int = MOST_IDS) -> None:
-        self._most_stretches, self._most_ids = most_stretches, most_ids
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self._num_ids = 0
         self._lock = threading.Lock()
@@ -33,6 +33,11 @@ class SampledIds:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what all of it takes."""
+        return BYTES_OF_STRETCH * len(self._kept) + BYTES_OF_ID * self._num_ids
 
     def learn(self, tokenizer: Tokenizer, salt: str, token_ids: Sequence[int]) -> int:
         """Keep what the tokenizer would split differently of an answer. Returns the number of such stretches."""
@@ -64,10 +69,12 @@ class SampledIds:
         return known
 
     def _keep(self, key: bytes, ids: array[int]) -> None:
+        if BYTES_OF_STRETCH + BYTES_OF_ID * len(ids) > self._most_bytes:
+            return
         with self._lock:
             self._num_ids += len(ids) - len(self._kept.pop(key, ()))
             self._kept[key] = ids
-            while len(self._kept) > self._most_stretches or self._num_ids > self._most_ids:
+            while self.num_bytes > self._most_bytes:
                 self._num_ids -= len(self._kept.popitem(last=False)[1])
 
 

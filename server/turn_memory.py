@@ -9,6 +9,7 @@ the model wrote. Both only where the visible turn is the same: content, names, a
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,7 @@ from typing import Any
 
 from server.conversation import call_arguments
 
-MOST_TURNS = 4096
-MOST_WEIGHT = 16 * 2**20  # characters and token ids
+BYTES_OF_TURN = 500  # of a turn with one call, without its texts and ids
 Turns = Mapping[str, "Turn"]  # by the id of the first call
 
 
@@ -39,9 +39,10 @@ class Turn:
     token_ids: Sequence[int] = field(default_factory=lambda: array("I"))
 
     @property
-    def weight(self) -> int:
-        """Its share of the memory's bound."""
-        return len(self.content) + len(self.reasoning) + sum(len(name) + len(text) for name, text in self.calls) + len(self.token_ids)
+    def num_bytes(self) -> int:
+        """About what it takes: texts of one to four bytes a character, ids of four bytes."""
+        texts = (self.content, self.reasoning, self.header, *(text for call in self.calls for text in call))
+        return BYTES_OF_TURN + sum(map(sys.getsizeof, texts)) + 4 * len(self.token_ids)
 
     def says(self, message: Mapping[str, Any]) -> bool:
         """Whether an assistant message shows this very turn, reasoning aside."""
@@ -55,26 +56,26 @@ class Turn:
 
 
 class TurnMemory:
-    """One per front, on the event loop's thread. Bounded; the turns that were not asked for the longest go first."""
+    """One per front, on the event loop's thread. The turns that were not asked for the longest go first, once `most_bytes` are kept."""
 
-    def __init__(self, most_turns: int = MOST_TURNS, most_weight: int = MOST_WEIGHT) -> None:
-        self._most_turns, self._most_weight = most_turns, most_weight
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self._turns: OrderedDict[str, Turn] = OrderedDict()
-        self._weight = 0
+        self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def remember(self, turn: Turn) -> None:
-        """Turns without calls, and those with nothing to put back, are not worth a place."""
-        if not turn.call_ids or not (turn.reasoning or turn.token_ids):
+        """Turns without calls, and those with nothing to put back, are not worth a place; one larger than the memory has none."""
+        if not turn.call_ids or not (turn.reasoning or turn.token_ids) or turn.num_bytes > self._most_bytes:
             return
         if (same := self._turns.pop(turn.call_ids[0], None)) is not None:
-            self._weight -= same.weight
+            self._num_bytes -= same.num_bytes
         self._turns[turn.call_ids[0]] = turn
-        self._weight += turn.weight
-        while len(self._turns) > self._most_turns or self._weight > self._most_weight:
-            self._weight -= self._turns.popitem(last=False)[1].weight
+        self._num_bytes += turn.num_bytes
+        while self._num_bytes > self._most_bytes:
+            self._num_bytes -= self._turns.popitem(last=False)[1].num_bytes
 
     def among(self, messages: Any, salt: str) -> Turns:
         """The remembered turns of one tenant whose calls appear in the messages of a request, which may be malformed."""

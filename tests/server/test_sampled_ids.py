@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.tokenizer import Tokenizer
-from server.sampled_ids import SampledIds
+from server.sampled_ids import BYTES_OF_ID, BYTES_OF_STRETCH, SampledIds
 from tests.server.harness import FakeServer, eventually, finish, start_fake
 
 
@@ -30,7 +31,7 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_answer_keeps_its_ids_only_where_the_tokenizer_would_split_it_otherwise(fake: FakeServer) -> None:
-    tokenizer, memory = fake.tokenizer, SampledIds()
+    tokenizer, memory = fake.tokenizer, SampledIds(10**6)
     odd, plain = letters(tokenizer, "Hello there"), tokenizer.encode_plain(" a usual answer")
     think_end = tokenizer.token_id("</think>")
     assert memory.learn(tokenizer, "s", [*plain, think_end, *odd, tokenizer.token_id("<｜end▁of▁sentence｜>")]) == 1
@@ -42,30 +43,38 @@ def test_answer_keeps_its_ids_only_where_the_tokenizer_would_split_it_otherwise(
 
 
 def test_half_a_character_is_not_kept(fake: FakeServer) -> None:
-    memory = SampledIds()
+    memory = SampledIds(10**6)
     ids = fake.tokenizer.encode_plain("é")
     if len(ids) > 1:
         assert memory.learn(fake.tokenizer, "", ids[:1]) == 0
     assert len(memory) == 0
 
 
-def test_memory_is_bounded_in_stretches_and_ids(fake: FakeServer) -> None:
-    few = SampledIds(most_stretches=3)
+def test_memory_is_bounded_in_bytes(fake: FakeServer) -> None:
+    few = SampledIds(3 * (BYTES_OF_STRETCH + 14 * BYTES_OF_ID))
     for number in range(9):
         few.learn(fake.tokenizer, "", letters(fake.tokenizer, f"Hello number {number}"))
     assert len(few) == 3
     assert few.view("")("Hello number 8")
     assert few.view("")("Hello number 0") is None
-    small = SampledIds(most_ids=30)
-    for number in range(9):
-        small.learn(fake.tokenizer, "", letters(fake.tokenizer, f"Hello number {number}"))
-    assert len(small) <= 2
+
+
+def test_bytes_that_are_told_are_about_those_that_are_taken(fake: FakeServer) -> None:
+    memory = SampledIds(10**8)
+    stretches = [letters(fake.tokenizer, f"Hello number {number}") for number in range(2000)]
+    tracemalloc.start()
+    for stretch in stretches:
+        memory.learn(fake.tokenizer, "", stretch)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(memory) == 2000
+    assert 0.5 * taken < memory.num_bytes < 2 * taken
 
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(min_size=1, max_size=40), cuts=st.lists(st.integers(1, 39), max_size=6))
 def test_spliced_ids_spell_exactly_the_text_they_stand_for(fake: FakeServer, text: str, cuts: list[int]) -> None:
-    tokenizer, memory = fake.tokenizer, SampledIds()
+    tokenizer, memory = fake.tokenizer, SampledIds(10**6)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     ids = [i for a, b in pairwise(edges) for i in tokenizer.encode_plain(text[a:b])]
     memory.learn(tokenizer, "", ids)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+from array import array
 from typing import Any
 
 import httpx
@@ -20,7 +23,7 @@ CALLS = (("f", "{}"), ("f", "{}"))
 
 
 def memory() -> TurnMemory:
-    made = TurnMemory()
+    made = TurnMemory(10**6)
     made.remember(Turn("s", ("a", "b"), "text", "because", CALLS))
     return made
 
@@ -84,7 +87,8 @@ def test_other_tenant_and_malformed_bodies_get_nothing() -> None:
 
 
 def test_memory_is_bounded_and_keeps_what_was_asked_for() -> None:
-    made = TurnMemory(most_turns=3, most_weight=25)
+    turn = Turn("", ("0",), "", "0123456789")
+    made = TurnMemory(2 * turn.num_bytes)
     for number in range(9):
         made.remember(Turn("", (str(number),), "", "0123456789"))
     assert len(made) == 2
@@ -95,8 +99,24 @@ def test_memory_is_bounded_and_keeps_what_was_asked_for() -> None:
     made.remember(Turn("", ("x",), "", ""))
     assert len(made) == 2
     assert made.among([{"tool_calls": [{"id": "7"}]}], "").keys() == {"7"}
-    made.remember(Turn("", ("9",), "", "", token_ids=list(range(10))))
-    assert made.among([{"tool_calls": [{"id": name}]} for name in "789"], "").keys() == {"7", "9"}
+    made.remember(Turn("", ("9",), "", "", token_ids=array("I", range(100))))
+    assert made.among([{"tool_calls": [{"id": name}]} for name in "789"], "").keys() == {"9"}, "ids count as well"
+    made.remember(Turn("", ("10",), "", "x" * 10**4))
+    assert len(made) == 1
+
+
+def test_bytes_that_are_told_are_about_those_that_are_taken() -> None:
+    made = TurnMemory(10**8)
+    tracemalloc.start()
+    for number in range(2000):
+        call_id = f"call_{number:024}"
+        calls = (("weather", json.dumps({"city": "Oslo", "days": number})),)
+        made.remember(Turn("", (call_id,), f"Let me see {number}", f"Because {number}", calls, "<header>", array("I", range(40))))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(made) == 2000
+    told = sum(turn.num_bytes for turn in made.among([{"tool_calls": [{"id": f"call_{n:024}"}]} for n in range(2000)], "").values())
+    assert 0.5 * taken < told < 2 * taken
 
 
 @pytest.mark.parametrize("wanted", [True, False])
