@@ -64,6 +64,7 @@ __device__ __forceinline__ void atomic_add_shared(unsigned* counter, unsigned va
 __device__ __forceinline__ float quick_log(float x) { return __logf(x); }
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
 __device__ __forceinline__ float value_of(int bits) { return __int_as_float(bits); }
+__device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
 }  // namespace dix

@@ -16,6 +16,8 @@ from engine.ops.tolerance import Tolerance
 
 # Gathered keys and scores of one group of rows stay below this, whatever the batch and the context.
 GROUP_BYTES = 64 * 2**20
+# Columns of the smallest product of the tensor cores.
+_LEAST_HEADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ def _reference(
     return found, torch.cat(blocks) if num_kept else None
 
 
+def padded_heads(heads: int) -> int:
+    """How many heads a product of the tensor cores computes: heads of zeros fill the rest."""
+    return max(_LEAST_HEADS, 1 << (heads - 1).bit_length())
+
+
 def ascending(index: Tensor) -> Tensor:
     """Rows of indices in ascending order, -1 behind. [T, K] -> int32 [T, K]."""
     big = torch.iinfo(torch.int32).max
@@ -120,5 +127,9 @@ def _place(index: Tensor, seq: Tensor, table: Tensor, per_block: int, stride: in
 
 PLACE_ENTRIES = Op("place_entries", reference=_place, triton="engine.ops.triton.index_search:place_entries", tolerance=Tolerance())
 INDEX_SEARCH = Op(
-    "index_search", reference=_reference, triton="engine.ops.triton.index_search:launch", tolerance=Tolerance(fp32=2e-6, bf16=8e-3)
+    "index_search",
+    reference=_reference,
+    triton="engine.ops.triton.index_search:launch",
+    cuda="engine.ops.cuda.index_search:launch",
+    tolerance=Tolerance(fp32=2e-6, bf16=8e-3),
 )

@@ -63,6 +63,7 @@ struct Meeting {
     int arrived = 0, round = 0;
     float* d[32];
     uint32_t a[32][4], b[32][2];
+    float shuffled[2][32];  // by turns: a lane may bring its next number before another has read the last
 };
 
 inline std::vector<Thread> threads;
@@ -170,6 +171,19 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     } else {
         while (m.round == round) emulator::pass();
     }
+}
+// Every lane of the warp has to come.
+inline float shuffle_xor(float x, int mask) {
+    auto& m = emulator::meetings[emulator::current / 32];
+    const int lane = emulator::current % 32, round = m.round;
+    m.shuffled[round % 2][lane] = x;
+    if (++m.arrived == 32) {
+        m.arrived = 0;
+        ++m.round;
+    } else {
+        while (m.round == round) emulator::pass();
+    }
+    return m.shuffled[round % 2][lane ^ mask];
 }
 inline float bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 inline uint16_t bf16_bits(float x) { return emulator::round_bits(x); }

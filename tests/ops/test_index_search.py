@@ -57,9 +57,18 @@ def kernel(device):
     return launch
 
 
-@pytest.fixture(params=["reference", "kernel"])
-def impl(request, kernel):
-    return INDEX_SEARCH.reference if request.param == "reference" else kernel
+@pytest.fixture
+def native(device):
+    if device != "cuda":
+        pytest.skip("on a CPU by the emulator: tests/csrc/test_index_scores.py")
+    from engine.ops.cuda.index_search import launch
+
+    return launch
+
+
+@pytest.fixture(params=["reference", "kernel", "native"])
+def impl(request):
+    return INDEX_SEARCH.reference if request.param == "reference" else request.getfixturevalue(request.param)
 
 
 def test_packed_rows_are_found_through_the_table(device):
@@ -146,7 +155,9 @@ def test_layout_of_the_released_numbers_is_what_the_search_reads():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lens", [[8192, 100], [65_536], [20_000] * 5])
-def test_kernel_agrees_at_the_released_shape(device, kernel, lens):
+@pytest.mark.parametrize("kind", ["kernel", "native"])
+def test_kernel_agrees_at_the_released_shape(request, device, kind, lens):
+    kernel = request.getfixturevalue(kind)
     problem = Problem(device, lens, heads=32, width=128, per_block=128)
     picked, blocks = problem.run(kernel, topk=512, size=8, num_kept=2048)
     wanted, wanted_blocks = problem.run(INDEX_SEARCH.reference, topk=512, size=8, num_kept=2048)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -43,6 +44,18 @@ def _problem(setting: Setting, rows: int, context: int) -> tuple[IndexQuery, Pag
     return query, keys
 
 
+def _score_kernels() -> tuple[Any, dict[str, Any]]:
+    """The scoring kernel that the op takes here, and the ones beside it."""
+    from engine.ops.triton.index_search import scores_of as portable
+
+    if "cuda" not in INDEX_SEARCH.backends():
+        return portable, {}
+    from engine.ops.cuda.index_search import scores_of
+    from engine.ops.cuda.packed_gemm import machine
+
+    return partial(scores_of, *machine(torch.device("cuda"))), {"triton": portable}
+
+
 def _scores(rows: int, context: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         count, length = (min(rows, 3), 100) if setting.small else (rows, context)
@@ -52,22 +65,22 @@ def _scores(rows: int, context: int, target: Target) -> Case:
         flops = 2 * count * length * heads * width
         if setting.device != "cuda":
             return Prepared([lambda: INDEX_SEARCH.reference(query, keys, length, 8, None, 8, 0)], num_bytes, flops)
-        from engine.ops.triton.index_search import scores_of
-
+        score, peers = _score_kernels()
         step = max(1, GROUP_BYTES // (4 * length))
 
-        def run() -> None:
+        def run(kernel: Any) -> None:
             for begin in range(0, count, step):
-                scores_of(query, keys, slice(begin, min(begin + step, count)), length, None, 8)
+                kernel(query, keys, slice(begin, min(begin + step, count)), length, None, 8)
 
         def check() -> tuple[float, float]:
             entries = torch.arange(length, device=query.q.device)[None]
             unpacked = unpack_index_rows(keys.rows(query.seq[:1], entries, width), torch.float32)
             wanted = index_scores(query.q[:1, None].float(), query.weights[:1, None].float(), unpacked, query.count[:1, None])
-            got = scores_of(query, keys, slice(0, 1), length, None, 8)
+            got = score(query, keys, slice(0, 1), length, None, 8)
             return relative_error(got, wanted[:, 0]), INDEX_SEARCH.tolerance.bf16
 
-        return Prepared([run], num_bytes, flops, check=check)
+        beside = {name: [partial(run, kernel)] for name, kernel in peers.items()}
+        return Prepared([partial(run, score)], num_bytes, flops, peers=beside, check=check)
 
     return Case("k.index", {"rows": rows, "context": context}, prepare, target)
 

@@ -19,6 +19,7 @@ SOURCES = (
     "kernels/expert_lists.cu",
     "kernels/expert_sum.cu",
     "kernels/sample_rows.cu",
+    "kernels/index_scores.cu",
 )
 
 
@@ -47,6 +48,16 @@ class SampleArguments(ctypes.Structure):
     ]
 
 
+class ScoreArguments(ctypes.Structure):
+    """`IndexScores` of csrc/kernels/index_scores.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "weights", "seq", "count", "allowed", "blocks", "table", "out")),
+        *((name, ctypes.c_int64) for name in ("block_bytes", "offset", "table_stride", "out_stride")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "width", "num_allowed", "log_per_block", "log_size", "programs")),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Bound launches; each returns a CUDA status. num_processors: multiprocessors of the device."""
@@ -56,6 +67,7 @@ class Kernels:
     lists: Callable[..., int]
     sum: Callable[..., int]
     sample: Callable[..., int]
+    scores: Callable[..., int]
     num_processors: int
 
     @staticmethod
@@ -67,6 +79,7 @@ class Kernels:
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),
+            scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
             num_processors=num_processors,
         )
 

@@ -5,6 +5,8 @@ Programs of a row share its entries by stride, so that the grid does not depend 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -12,15 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.ops.candidate_blocks import best_of_blocks
-from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys
+from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys, padded_heads
 from engine.ops.triton.decode_formats import INTERPRETED, SHRINK, decode_e2m1, dot_bf16
 from engine.ops.triton.fallback import warn_once
 from engine.ops.triton.select_topk import CHUNK, select_rows
 
 # Programs that keep a device busy, however few the rows are.
 _PROGRAMS = 16 if INTERPRETED else 2112
-# Columns of the smallest product of the tensor cores.
-_LEAST_HEADS = 16
 
 
 @triton.jit
@@ -109,10 +109,27 @@ def scores_of(query: IndexQuery, keys: PagedIndexKeys, rows: slice, columns: int
     return out
 
 
+Score = Callable[[IndexQuery, PagedIndexKeys, slice, int, Tensor | None, int], Tensor]
+
+
 def launch(
     query: IndexQuery, keys: PagedIndexKeys, num_entries: int, topk: int, allowed: Tensor | None, block_size: int, num_kept: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """The Triton twin of `index_search`. fp32 queries run the reference, so do widths that the tensor cores do not fit."""
+    return search(scores_of, query, keys, num_entries, topk, allowed, block_size, num_kept)
+
+
+def search(
+    score: Score,
+    query: IndexQuery,
+    keys: PagedIndexKeys,
+    num_entries: int,
+    topk: int,
+    allowed: Tensor | None,
+    block_size: int,
+    num_kept: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`launch` with the scores of another kernel. score: as `scores_of`."""
     rows, heads, width = query.q.shape
     if query.q.dtype is not torch.bfloat16 or rows == 0:
         return INDEX_SEARCH.reference(query, keys, num_entries, topk, allowed, block_size, num_kept)
@@ -120,16 +137,16 @@ def launch(
         warn_once("index_search", f"{heads} heads of width {width} with {topk} of {num_entries} entries and {num_kept} blocks")
         return INDEX_SEARCH.reference(query, keys, num_entries, topk, allowed, block_size, num_kept)
     allowed = None if allowed is None else allowed.contiguous()
-    missing = max(_LEAST_HEADS, triton.next_power_of_2(heads)) - heads
+    missing = padded_heads(heads) - heads
     if missing:  # heads of zeros with weight zero add exactly nothing
         query = IndexQuery(pad(query.q, (0, 0, 0, missing)), pad(query.weights, (0, missing)), query.seq, query.count)
-    query = IndexQuery(query.q.contiguous(), query.weights.contiguous(), query.seq, query.count)
+    query = IndexQuery(query.q.contiguous(), query.weights.contiguous(), query.seq.contiguous(), query.count.contiguous())
     columns = num_entries if allowed is None else allowed.shape[1] * block_size
     step = max(1, GROUP_BYTES // (4 * columns))
     picks, blocks = [], []
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
-        scores = scores_of(query, keys, part, columns, allowed, block_size)
+        scores = score(query, keys, part, columns, allowed, block_size)
         count = query.count[part]
         if num_kept:
             visible = torch.arange(columns, device=scores.device) < count[:, None]

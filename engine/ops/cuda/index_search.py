@@ -1,0 +1,80 @@
+"""Index search whose scores come from the tensor cores of native code; what is picked from them, and how, is the Triton twin's."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.ops.cuda.library import Kernels, ScoreArguments, check_launch
+from engine.ops.cuda.packed_gemm import machine
+from engine.ops.index_search import IndexQuery, PagedIndexKeys, padded_heads
+
+# Thread blocks per multiprocessor: three fit, and as many again even out rows of different lengths.
+_RESIDENTS = 6
+_ENTRIES = 64  # of one step of a thread block
+_SHAPES = frozenset({(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)})  # heads and width, as listed in csrc/kernels/index_scores.cu
+
+
+def launch(
+    query: IndexQuery, keys: PagedIndexKeys, num_entries: int, topk: int, allowed: Tensor | None, block_size: int, num_kept: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """The op `index_search` on the current CUDA device. Shapes without native code run the Triton twin."""
+    from engine.ops.triton import index_search as portable
+
+    score = portable.scores_of
+    if query.q.dtype is torch.bfloat16 and fits(query, keys, block_size):
+        score = partial(scores_of, *machine(query.q.device))
+    return portable.search(score, query, keys, num_entries, topk, allowed, block_size, num_kept)
+
+
+def fits(query: IndexQuery, keys: PagedIndexKeys, block_size: int) -> bool:
+    """Whether there is native code for a problem: its shape is listed, rows are aligned, numbers that divide are powers of two."""
+    shape = (padded_heads(query.q.shape[1]), query.q.shape[2])
+    aligned = keys.blocks.data_ptr() % 16 == 0 and keys.blocks.stride(0) % 16 == 0 and keys.offset % 16 == 0
+    powers = all(number & (number - 1) == 0 for number in (keys.per_block, block_size))
+    return shape in _SHAPES and aligned and powers and keys.table.dtype is torch.int64 and query.weights.dtype is torch.bfloat16
+
+
+def scores_of(
+    run: Kernels,
+    stream: int,
+    query: IndexQuery,
+    keys: PagedIndexKeys,
+    rows: slice,
+    columns: int,
+    allowed: Tensor | None,
+    block_size: int,
+    residents: int = _RESIDENTS,
+) -> Tensor:
+    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was."""
+    q, weights, seq, count = query.q[rows], query.weights[rows], query.seq[rows], query.count[rows]
+    num_rows, heads, width = q.shape
+    out = torch.empty(num_rows, columns, device=q.device)
+    chosen = None if allowed is None else allowed[rows]
+    programs = max(1, min(-(-columns // _ENTRIES), run.num_processors * residents // num_rows)) if num_rows else 1
+    arguments = ScoreArguments(
+        q=q.data_ptr(),
+        weights=weights.data_ptr(),
+        seq=seq.data_ptr(),
+        count=count.data_ptr(),
+        allowed=None if chosen is None else chosen.data_ptr(),
+        blocks=keys.blocks.data_ptr(),
+        table=keys.table.data_ptr(),
+        out=out.data_ptr(),
+        block_bytes=keys.blocks.stride(0),
+        offset=keys.offset,
+        table_stride=keys.table.stride(0),
+        out_stride=columns,
+        num_rows=num_rows,
+        num_heads=heads,
+        width=width,
+        num_allowed=0 if chosen is None else chosen.shape[1],
+        log_per_block=keys.per_block.bit_length() - 1,
+        log_size=block_size.bit_length() - 1,
+        programs=programs,
+    )
+    check_launch(run.scores(ctypes.byref(arguments), stream), "index_search")
+    return out
