@@ -12,7 +12,7 @@ from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.inputs import NewEntries
 from engine.models.numerics import Linear, Numerics
-from engine.ops.compress_entries import PairSource, compress_entries, store_index_keys
+from engine.ops.compress_entries import IndexKeys, PairSource, compress_entries
 from engine.ops.pool_pairs import pool_pairs
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotate_
@@ -75,12 +75,11 @@ class Compressor:
             assert partial is not None
             source = PairSource(partial, entries.pairs.load, entries.pairs.first, entries.pairs.last)
         rows = cache.entry_rows(self.layer, entries.block, entries.place)
-        latent = compress_entries(projected, source, self.norm, self.eps, entries.rot, cache.kv_rows, rows)
+        keys = IndexKeys(self.wk.weight, self.k_norm, cache.index_places(self.layer, entries.block, entries.place))
+        compress_entries(projected, source, self.norm, self.eps, entries.rot, cache.kv_rows, rows, keys)
         if entries.pairs is not None and partial is not None:
             # Only now: a long chunk overwrites the rows that its first entry reads.
             partial.index_copy_(0, entries.pairs.store_slots, projected.index_select(0, entries.pairs.store_rows))
-        places = cache.index_places(self.layer, entries.block, entries.place)
-        store_index_keys(self.wk(latent), self.k_norm, self.eps, entries.rot, places)
 
     def _pool(self, both: Tensor, entries: NewEntries, cache: KVCache) -> Tensor:
         """Pool value and gate of both tokens of each entry, fp32 up to here; the first token may belong to an earlier step."""

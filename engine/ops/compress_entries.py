@@ -1,4 +1,4 @@
-"""From a compressor's products to packed cache rows: pool, normalise, rotate, pack and write."""
+"""From a compressor's products to packed cache rows and index keys: pool, normalise, project, rotate, pack and write."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.cache_rows import PACK_ENTRY_ROWS, PACK_INDEX_ROWS, entry_row_bytes
+from engine.ops.dense_linear import DENSE_LINEAR
 from engine.ops.pool_pairs import POOL_PAIRS
 from engine.ops.q4_index import Q4_INDEX
 from engine.ops.registry import Op, check
@@ -42,41 +43,47 @@ class IndexPlaces:
     place: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class IndexKeys:
+    """What an entry's index key is made with, and where it goes. weight: [Di, D], norm: [Di], both of the entries' dtype."""
+
+    weight: Tensor
+    norm: Tensor
+    places: IndexPlaces
+
+
 def compress_entries(
-    projected: Tensor, pairs: PairSource | None, norm: Tensor, eps: float, rot: Tensor, kv_rows: Tensor, rows: Tensor
-) -> Tensor:
-    """Complete entries and write them to a cache.
+    projected: Tensor, pairs: PairSource | None, norm: Tensor, eps: float, rot: Tensor, kv_rows: Tensor, rows: Tensor, keys: IndexKeys
+) -> None:
+    """Complete entries and write them and their index keys to a cache.
 
     projected: [T, D] of norm's dtype, one entry per row, or with `pairs` fp32 [T, 2*D], values then gates. norm: [D] bf16 or fp32.
-    rot: [E, R/2] complex64. kv_rows: uint8 [N, D/2 + D/16], of which `rows` [E] int64 are written; a row named twice holds one of them.
-    Returns the latents [E, D] of norm's dtype before rotation and rounding.
+    rot: [E, R/2] complex64, of entries and keys alike. kv_rows: uint8 [N, D/2 + D/16], of which `rows` [E] int64 are written; a row named
+    twice holds one of them. A key is the product of its weight with the entry before rotation and rounding, normalised and rotated.
     """
     width = len(norm)
     check(projected.shape[1] == width * (1 if pairs is None else 2), "compress_entries", projected=projected, norm=norm)
     check(kv_rows.shape[1] == entry_row_bytes(width) and len(rot) == len(rows), "compress_entries", kv_rows=kv_rows, rot=rot, rows=rows)
-    latent: Tensor = COMPRESS_ENTRIES(projected, pairs, norm, eps, rot, kv_rows, rows)
-    return latent
+    check(keys.weight.shape == (len(keys.norm), width), "compress_entries", weight=keys.weight, key_norm=keys.norm, norm=norm)
+    COMPRESS_ENTRIES(projected, pairs, norm, eps, rot, kv_rows, rows, keys)
 
 
-def _compress(projected: Tensor, pairs: PairSource | None, norm: Tensor, eps: float, rot: Tensor, kv_rows: Tensor, rows: Tensor) -> Tensor:
+def _compress(
+    projected: Tensor, pairs: PairSource | None, norm: Tensor, eps: float, rot: Tensor, kv_rows: Tensor, rows: Tensor, keys: IndexKeys
+) -> None:
     raw = projected
     if pairs is not None:
         earlier = projected if pairs.load is None else torch.cat((pairs.partial.index_select(0, pairs.load), projected))
         raw = POOL_PAIRS(earlier.index_select(0, pairs.first), projected.index_select(0, pairs.last)).to(norm.dtype)
     latent = RMS_NORM(raw, norm, eps)
-    kv_rows.index_copy_(0, rows, PACK_ENTRY_ROWS(ROPE(latent.clone(), rot)))
-    return latent
+    key = RMS_NORM(DENSE_LINEAR(latent, keys.weight, None, False), keys.norm, eps)
+    kv_rows.index_copy_(0, rows, PACK_ENTRY_ROWS(ROPE(latent, rot)))
+    _store(PACK_INDEX_ROWS(ROPE(key, rot)), keys.places)
 
 
-def store_index_keys(raw: Tensor, norm: Tensor, eps: float, rot: Tensor, places: IndexPlaces) -> None:
-    """Normalise, rotate, pack and write index keys. raw: [E, Di] of norm's dtype, norm: [Di], rot: [E, R/2] complex64."""
-    check(raw.shape == (len(rot), len(norm)), "store_index_keys", raw=raw, norm=norm, rot=rot)
-    STORE_INDEX_KEYS(raw, norm, eps, rot, places)
-
-
-def _store(raw: Tensor, norm: Tensor, eps: float, rot: Tensor, places: IndexPlaces) -> None:
-    packed = PACK_INDEX_ROWS(ROPE(RMS_NORM(raw, norm, eps), rot))
-    data, count = raw.shape[1] // 2, places.per_block
+def _store(packed: Tensor, places: IndexPlaces) -> None:
+    """Index rows: data and scales lie apart in a block."""
+    count, data = places.per_block, packed.shape[1] * 16 // 17
     middle = places.offset + count * data
     for begin, part in ((places.offset, packed[:, :data]), (middle, packed[:, data:])):
         region = places.blocks[:, begin : begin + count * part.shape[1]].unflatten(1, (count, -1))
@@ -96,5 +103,4 @@ def _queries(q: Tensor, rot: Tensor) -> Tensor:
 
 _KERNELS = "engine.ops.triton.compress_entries"
 COMPRESS_ENTRIES = Op("compress_entries", reference=_compress, triton=f"{_KERNELS}:compress", tolerance=Tolerance(fp32=2e-6, bf16=1.6e-2))
-STORE_INDEX_KEYS = Op("store_index_keys", reference=_store, triton=f"{_KERNELS}:store_keys", tolerance=Tolerance(fp32=2e-6, bf16=8e-3))
 INDEX_QUERIES = Op("index_queries", reference=_queries, triton=f"{_KERNELS}:queries", tolerance=Tolerance(fp32=2e-6, bf16=8e-3))

@@ -10,7 +10,7 @@ from engine.models.config import parse_config
 from engine.models.numerics import Numerics
 from engine.models.released import released_config
 from engine.ops.cache_rows import unpack_entry_rows, unpack_window_rows
-from engine.ops.compress_entries import compress_entries, store_index_keys
+from engine.ops.compress_entries import IndexKeys, compress_entries
 from engine.ops.q8 import q8
 from engine.ops.rms_norm import rms_norm
 from tests.models.tiny_configs import golden_config, small_config
@@ -122,16 +122,18 @@ def test_packed_entries_and_keys_read_back_as_their_round_trips(numerics):
     shape = CacheShape(block_size=16, num_blocks=5, num_state_slots=3, backtracking_tokens=5)
     packed, plain = (KVCache(text, n, shape) for n in (numerics, Numerics(numerics.dtype, False, True)))
     block, place = torch.tensor([3, 1, 3, 4]), torch.tensor([0, 7, 5, 2])
-    entries, keys = torch.randn(4, text.head_dim, dtype=numerics.dtype), torch.randn(4, text.index_head_dim, dtype=numerics.dtype)
+    entries = torch.randn(4, text.head_dim, dtype=numerics.dtype)
+    weight = torch.randn(text.index_head_dim, text.head_dim, dtype=numerics.dtype) * text.head_dim**-0.5
     still = torch.ones(4, 1, dtype=torch.complex64)
     for cache in (packed, plain):
         cache.blocks.zero_()
     for layer in text.kv_source_layer_ids:
         ones = [torch.full((width,), layer + 1.0, dtype=numerics.dtype) for width in (text.head_dim, text.index_head_dim)]
         rows = packed.entry_rows(layer, block, place)
-        latent = compress_entries(entries, None, ones[0], 1e-20, still, packed.kv_rows, rows)
-        store_index_keys(keys, ones[1], 1e-20, still, packed.index_places(layer, block, place))
-        plain.store_entries(layer, block, place, latent, rms_norm(keys, ones[1], 1e-20))
+        keys = IndexKeys(weight, ones[1], packed.index_places(layer, block, place))
+        compress_entries(entries, None, ones[0], 1e-20, still, packed.kv_rows, rows, keys)
+        latent = rms_norm(entries, ones[0], 1e-20)
+        plain.store_entries(layer, block, place, latent, rms_norm(latent @ weight.T, ones[1], 1e-20))
     table = torch.tensor([[3, 1], [4, 2]])
     for layer in text.kv_source_layer_ids:
         rows = [c.kv_rows[block * c.layout.kv_stride + place + c.layout.kv_offset[layer]] for c in (packed, plain)]

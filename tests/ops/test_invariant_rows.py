@@ -14,7 +14,7 @@ import engine.model_runner
 import engine.sampler  # noqa: F401  every op of the engine is registered
 from engine.ops import registry
 from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, pack_entry_rows, pack_window_rows
-from engine.ops.compress_entries import IndexPlaces, PairSource
+from engine.ops.compress_entries import IndexKeys, IndexPlaces, PairSource
 from engine.ops.hyper_boundary import Mixer, Written
 from engine.ops.index_search import IndexQuery, PagedIndexKeys
 from engine.ops.packed_experts import PackedExperts
@@ -130,17 +130,14 @@ def search(heads: int, num_kept: int) -> Case:
     return case
 
 
-def compressed(run: Callable[..., Any], rows: Rows, *, both: torch.Tensor, rot: torch.Tensor) -> list[torch.Tensor]:
-    """Entry i from rows 2i and 2i + 1 of the step."""
+def compressed(run: Callable[..., Any], rows: Rows, *, both: torch.Tensor, rot: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Entry i from rows 2i and 2i + 1 of the step; its key to a block of its own."""
     cache, count = torch.zeros(len(rows), entry_row_bytes(64), dtype=torch.uint8), torch.arange(len(rows))
+    blocks = torch.zeros(len(rows), index_row_bytes(32), dtype=torch.uint8)
+    keys = IndexKeys(weight, torch.ones(32).bfloat16(), IndexPlaces(blocks, 0, 1, count, count * 0))
     pairs = PairSource(torch.zeros(0, 128), None, 2 * count, 2 * count + 1)
-    return [run(both[rows].flatten(0, 1), pairs, torch.ones(64).bfloat16(), 1e-6, rot[rows], cache, count), cache]
-
-
-def stored_keys(run: Callable[..., Any], rows: Rows, *, raw: torch.Tensor, rot: torch.Tensor) -> list[torch.Tensor]:
-    blocks, count = torch.zeros(len(rows), index_row_bytes(64), dtype=torch.uint8), torch.arange(len(rows))
-    run(raw[rows], torch.ones(64).bfloat16(), 1e-6, rot[rows], IndexPlaces(blocks, 0, 1, count, count * 0))
-    return [blocks]
+    run(both[rows].flatten(0, 1), pairs, torch.ones(64).bfloat16(), 1e-6, rot[rows], cache, count, keys)
+    return [cache, blocks]
 
 
 def packed_matrix() -> PackedWeights:
@@ -181,7 +178,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "candidate_blocks": lambda: [per_row(randn(POOL, 90), lengths(90), more=(3, 8))],
     "clamped_swiglu": lambda: [per_row(randn(POOL, 2 * 24).to(dtype), torch.rand(POOL), more=(2.0,)) for dtype in (BF16, F32)],
     "collapse": lambda: [per_row(randn(POOL, 4, 100).to(dtype), torch.rand(POOL, 4)) for dtype in (BF16, F32)],
-    "compress_entries": lambda: [partial(compressed, both=randn(POOL, 2, 128), rot=angles(POOL, 8))],
+    "compress_entries": lambda: [partial(compressed, both=randn(POOL, 2, 128), rot=angles(POOL, 8), weight=randn(32, 64).bfloat16())],
     "dense_linear": lambda: [
         per_row(randn(POOL, width).to(dtype), more=(randn(rows, width).to(dtype), None, False))
         for dtype in (BF16, F32)
@@ -231,7 +228,6 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "select_topk": lambda: [per_row(randn(POOL, 90).round(decimals=1), more=(12,))],
     "shared_expert": lambda: [per_row(randn(POOL, 64).bfloat16(), more=(experts(), 2.0, False))],
     "sparse_attention": lambda: [attention(dtype, columns) for dtype in (BF16, F32) for columns in (30, 50)],
-    "store_index_keys": lambda: [partial(stored_keys, raw=randn(POOL, 64).bfloat16(), rot=angles(POOL, 8))],
 }
 
 
@@ -266,7 +262,7 @@ def test_a_row_of_the_reference_has_the_same_bits_in_every_batch(name):
 
 
 TRITON = ["attention_inputs", "compress_entries", "engram_gate", "hyper_boundary", "index_queries", "index_search", "route_experts",
-          "row_attention", "store_index_keys"]  # fmt: skip
+          "row_attention"]  # fmt: skip
 CUDA = ["packed_experts", "packed_linear", "routed_experts", "sample_rows", "shared_expert"]
 
 

@@ -1,87 +1,96 @@
-"""One program per entry or query row. Channels are handled as even and odd halves of pairs, which is what rotations mix and bytes hold."""
+"""Compressed entries with their index keys, a few entries per program, and index queries, one row per program.
+
+Rotations and packed bytes take channels apart into even and odd halves of pairs.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops.compress_entries import COMPRESS_ENTRIES, INDEX_QUERIES, STORE_INDEX_KEYS, IndexPlaces, PairSource
+from engine.ops.compress_entries import COMPRESS_ENTRIES, INDEX_QUERIES, IndexKeys, PairSource
+from engine.ops.triton.decode_formats import INTERPRETED, dot_bf16
 from engine.ops.triton.encode_formats import e2m1_value, encode_entries, encode_index
 from engine.ops.triton.fallback import warn_once
 
 
 @triton.jit
-def _normalised(even, odd, norm_ptr, eps, half, D2: tl.constexpr):
-    """Root-mean-square norm of one row [1, D/2] each, rounded to bf16 as the reference's result is."""
-    scale = tl.rsqrt((tl.sum(even * even) + tl.sum(odd * odd)) / (2 * D2) + eps)
-    even = even * scale * tl.load(norm_ptr + 2 * half).to(tl.float32)
-    odd = odd * scale * tl.load(norm_ptr + 2 * half + 1).to(tl.float32)
-    return even.to(tl.bfloat16).to(tl.float32), odd.to(tl.bfloat16).to(tl.float32)
+def _normalised(x, norm_ptr, eps, D: tl.constexpr):
+    """Root-mean-square norm of rows [N, D], rounded to bf16 as the reference's result is."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
+    return (x * scale[:, None] * tl.load(norm_ptr + tl.arange(0, D)).to(tl.float32)[None, :]).to(tl.bfloat16)
 
 
 @triton.jit
-def _rotated(even, odd, rot_ptr, row, half, D2: tl.constexpr, R2: tl.constexpr):
+def _halves(x, N: tl.constexpr, D: tl.constexpr):
+    """Even and odd channels fp32 [N, D/2] of bf16 [N, D]."""
+    return tl.split(tl.reshape(x, (N, D // 2, 2)).to(tl.float32))
+
+
+@triton.jit
+def _rotated(even, odd, rot_ptr, row, known, half, D2: tl.constexpr, R2: tl.constexpr):
     turned = half - (D2 - R2)
-    cos = tl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0)
-    sin = tl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0)
+    cos = tl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=known & (turned >= 0), other=1.0)
+    sin = tl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=known & (turned >= 0), other=0.0)
     turned_even = (even * cos - odd * sin).to(tl.bfloat16).to(tl.float32)
     return turned_even, (even * sin + odd * cos).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def _compress(
-    projected_ptr, partial_ptr, load_ptr, first_ptr, last_ptr, norm_ptr, rot_ptr, latent_ptr, kv_ptr, rows_ptr, num_loads, eps,
-    D2: tl.constexpr, R2: tl.constexpr, PAIRS: tl.constexpr,
+    projected_ptr, partial_ptr, load_ptr, first_ptr, last_ptr, norm_ptr, rot_ptr, latent_ptr, kv_ptr, rows_ptr,
+    weight_ptr, key_norm_ptr, block_ptr, blocks_ptr, place_ptr, block_bytes, offset, per_block, num_entries, num_loads, eps,
+    D: tl.constexpr, K: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    entry = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, D2)[None, :]
+    """N entries of width D and their keys of width K; STEP channels of the product at a time. latent: [E, D] bf16 to work in."""
+    entry = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
+    known = entry < num_entries
+    row, there = entry[:, None], known[:, None]
+    channel = tl.arange(0, D)[None, :]
     if PAIRS:
-        first = tl.load(first_ptr + entry)
-        begin = projected_ptr + (first - num_loads) * 4 * D2
-        if first < num_loads:
-            begin = partial_ptr + tl.load(load_ptr + first) * 4 * D2
-        end = projected_ptr + tl.load(last_ptr + entry) * 4 * D2
-        even, odd = _pooled(begin, end, 2 * half, D2), _pooled(begin, end, 2 * half + 1, D2)
+        first = tl.load(first_ptr + entry, mask=known, other=0)
+        earlier = first < num_loads
+        slot = tl.load(load_ptr + first, mask=known & earlier, other=0)
+        begin = tl.where(earlier, partial_ptr + slot * 2 * D, projected_ptr + (first - num_loads) * 2 * D)
+        # A choice of pointers forgets that rows are aligned, and with it loads of 16 bytes.
+        begin = tl.multiple_of(begin, 16)[:, None] + channel
+        end = projected_ptr + tl.load(last_ptr + entry, mask=known, other=0)[:, None] * 2 * D + channel
+        gap = tl.load(begin + D, mask=there, other=0.0) - tl.load(end + D, mask=there, other=0.0)
+        older, newer = tl.load(begin, mask=there, other=0.0), tl.load(end, mask=there, other=0.0)
+        raw = (newer + (older - newer) / (1.0 + tl.exp(-gap))).to(tl.bfloat16)
     else:
-        even = tl.load(projected_ptr + entry * 2 * D2 + 2 * half).to(tl.float32)
-        odd = tl.load(projected_ptr + entry * 2 * D2 + 2 * half + 1).to(tl.float32)
-    even, odd = _normalised(even, odd, norm_ptr, eps, half, D2)
-    tl.store(latent_ptr + entry * 2 * D2 + 2 * half, even.to(tl.bfloat16))
-    tl.store(latent_ptr + entry * 2 * D2 + 2 * half + 1, odd.to(tl.bfloat16))
-    even, odd = _rotated(even, odd, rot_ptr, entry, half, D2, R2)
+        raw = tl.load(projected_ptr + row * D + channel, mask=there, other=0.0)
+    latent = _normalised(raw.to(tl.float32), norm_ptr, eps, D)
+    # The product reads it in pieces, which registers do not allow.
+    tl.store(latent_ptr + row * D + channel, latent, mask=there)
+    half = tl.arange(0, D // 2)[None, :]
+    even, odd = _halves(latent, N, D)
+    even, odd = _rotated(even, odd, rot_ptr, row, there, half, D // 2, R2)
     codes, scales = encode_entries(even, odd, 8)
-    out = kv_ptr + tl.load(rows_ptr + entry) * (D2 + D2 // 8)
-    tl.store(out + half, codes.to(tl.uint8))
-    tl.store(out + D2 + tl.arange(0, D2 // 8)[None, :], scales.to(tl.uint8))
-
-
-@triton.jit
-def _pooled(begin, end, channel, D2: tl.constexpr):
-    """Weighted sum of two tokens' values by their gates, rounded to bf16."""
-    gap = tl.load(begin + 2 * D2 + channel) - tl.load(end + 2 * D2 + channel)
-    share = 1.0 / (1.0 + tl.exp(-gap))
-    first, last = tl.load(begin + channel), tl.load(end + channel)
-    return (last + share * (first - last)).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def _store_keys(
-    raw_ptr, norm_ptr, rot_ptr, block_ptr, blocks_ptr, place_ptr, block_bytes, offset, per_block, eps,
-    D2: tl.constexpr, R2: tl.constexpr,
-):  # fmt: skip
-    entry = tl.program_id(0).to(tl.int64)
-    half = tl.arange(0, D2)[None, :]
-    even = tl.load(raw_ptr + entry * 2 * D2 + 2 * half).to(tl.float32)
-    odd = tl.load(raw_ptr + entry * 2 * D2 + 2 * half + 1).to(tl.float32)
-    even, odd = _normalised(even, odd, norm_ptr, eps, half, D2)
-    even, odd = _rotated(even, odd, rot_ptr, entry, half, D2, R2)
+    out = kv_ptr + tl.load(rows_ptr + entry, mask=known, other=0)[:, None] * (D // 2 + D // 16)
+    tl.store(out + half, codes.to(tl.uint8), mask=there)
+    tl.store(out + D // 2 + tl.arange(0, D // 16)[None, :], scales.to(tl.uint8), mask=there)
+    tl.debug_barrier()
+    key = tl.zeros([N, K], tl.float32)
+    width = tl.arange(0, K)
+    for step in range(0, D, STEP):
+        columns = step + tl.arange(0, STEP)
+        part = tl.load(latent_ptr + row * D + columns[None, :], mask=there, other=0.0)
+        weight = tl.load(weight_ptr + width[None, :] * D + columns[:, None])
+        key = dot_bf16(part, weight, key, FAST)
+    even, odd = _halves(_normalised(key.to(tl.bfloat16).to(tl.float32), key_norm_ptr, eps, K), N, K)
+    half = tl.arange(0, K // 2)[None, :]
+    even, odd = _rotated(even, odd, rot_ptr, row, there, half, K // 2, R2)
     codes, scales = encode_index(even, odd, 16)
-    base = blocks_ptr + tl.load(block_ptr + entry) * block_bytes + offset
-    place = tl.load(place_ptr + entry)
-    tl.store(base + place * D2 + half, codes.to(tl.uint8))
-    tl.store(base + per_block * D2 + place * (D2 // 16) + tl.arange(0, D2 // 16)[None, :], scales.to(tl.uint8))
+    base = blocks_ptr + tl.load(block_ptr + entry, mask=known, other=0)[:, None] * block_bytes + offset
+    place = tl.load(place_ptr + entry, mask=known, other=0)[:, None]
+    tl.store(base + place * (K // 2) + half, codes.to(tl.uint8), mask=there)
+    base += per_block * (K // 2)
+    tl.store(base + place * (K // 32) + tl.arange(0, K // 32)[None, :], scales.to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -92,7 +101,7 @@ def _queries(q_ptr, rot_ptr, out_ptr, H, HEADS: tl.constexpr, D2: tl.constexpr, 
     at = (row * H + head) * 2 * D2 + 2 * half
     even = tl.load(q_ptr + at, mask=head < H, other=0.0).to(tl.float32)
     odd = tl.load(q_ptr + at + 1, mask=head < H, other=0.0).to(tl.float32)
-    even, odd = _rotated(even, odd, rot_ptr, row, half, D2, R2)
+    even, odd = _rotated(even, odd, rot_ptr, row, head < H, half, D2, R2)
     codes, scales = encode_index(even, odd, 16)
     tl.store(out_ptr + at, e2m1_value(codes & 15, scales, 16).to(tl.bfloat16), mask=head < H)
     tl.store(out_ptr + at + 1, e2m1_value(codes >> 4, scales, 16).to(tl.bfloat16), mask=head < H)
@@ -112,35 +121,48 @@ def _angles(rot: Tensor) -> Tensor:
     return torch.view_as_real(rot.resolve_conj().contiguous())
 
 
-def compress(projected: Tensor, pairs: PairSource | None, norm: Tensor, eps: float, rot: Tensor, kv_rows: Tensor, rows: Tensor) -> Tensor:
-    """The Triton twin of `compress_entries`."""
-    if not _fits("compress_entries", norm.dtype, len(norm)):
-        reference: Tensor = COMPRESS_ENTRIES.reference(projected, pairs, norm, eps, rot, kv_rows, rows)
-        return reference
-    latent = torch.empty(len(rows), len(norm), dtype=norm.dtype, device=norm.device)
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """entries: of one program, at least the 16 rows of a product. step: channels of a product at a time."""
+
+    entries: int = 16
+    step: int = 128
+    warps: int = 16
+    stages: int = 3
+
+
+_TUNING = Tuning()
+
+
+def compress(
+    projected: Tensor,
+    pairs: PairSource | None,
+    norm: Tensor,
+    eps: float,
+    rot: Tensor,
+    kv_rows: Tensor,
+    rows: Tensor,
+    keys: IndexKeys,
+    tuning: Tuning = _TUNING,
+) -> None:
+    """The Triton twin of `compress_entries`, one kernel."""
+    width, key_width = len(norm), len(keys.norm)
+    if not (_fits("compress_entries", norm.dtype, width) and _fits("compress_entries", norm.dtype, key_width)):
+        COMPRESS_ENTRIES.reference(projected, pairs, norm, eps, rot, kv_rows, rows, keys)
+        return
     if not len(rows):
-        return latent
-    projected = projected.contiguous()
+        return
     some = rows if pairs is None else pairs.first
     load = some if pairs is None or pairs.load is None else pairs.load
-    num_loads = 0 if pairs is None or pairs.load is None else len(load)
-    _compress[(len(rows),)](
-        projected, projected if pairs is None else pairs.partial, load, some,
-        some if pairs is None else pairs.last, norm, _angles(rot), latent, kv_rows, rows, num_loads, eps,
-        D2=len(norm) // 2, R2=rot.shape[1], PAIRS=pairs is not None, num_warps=4 if len(norm) >= 256 else 1,
+    places = keys.places
+    _compress[(triton.cdiv(len(rows), tuning.entries),)](
+        projected.contiguous(), projected if pairs is None else pairs.partial, load, some, some if pairs is None else pairs.last,
+        norm, _angles(rot), norm.new_empty(len(rows), width), kv_rows, rows, keys.weight, keys.norm,
+        places.block, places.blocks, places.place, places.blocks.shape[1], places.offset, places.per_block,
+        len(rows), 0 if pairs is None or pairs.load is None else len(load), eps,
+        D=width, K=key_width, R2=rot.shape[1], N=tuning.entries, STEP=min(tuning.step, width), PAIRS=pairs is not None,
+        FAST=not INTERPRETED, num_warps=tuning.warps if width >= 256 else 4, num_stages=tuning.stages,
     )  # fmt: skip
-    return latent
-
-
-def store_keys(raw: Tensor, norm: Tensor, eps: float, rot: Tensor, places: IndexPlaces) -> None:
-    """The Triton twin of `store_index_keys`."""
-    if not _fits("store_index_keys", norm.dtype, len(norm)):
-        STORE_INDEX_KEYS.reference(raw, norm, eps, rot, places)
-    elif len(raw):
-        _store_keys[(len(raw),)](
-            raw.contiguous(), norm, _angles(rot), places.block, places.blocks, places.place, places.blocks.shape[1], places.offset,
-            places.per_block, eps, D2=len(norm) // 2, R2=rot.shape[1], num_warps=1,
-        )  # fmt: skip
 
 
 def queries(q: Tensor, rot: Tensor) -> Tensor:
