@@ -164,10 +164,10 @@ def restart(trial: Trial) -> None:
     talks = [[trial.user(length)] for length in (30, 60, 90)]
     colds = [trial.ask(messages, cached=False) for messages in talks]
     before = [[trial.ask(messages, cached=True).cached for messages in talks] for _ in range(2)][1]
-    generations = trial.generations()
+    killed = trial.incarnations()
     if not trial.inject("exit"):
         return
-    if not trial.await_restart(generations):
+    if not trial.await_restart(killed):
         trial.part.wrong.append("the ranks did not come back")
         return
     for messages, cold, possible in zip(talks, colds, before, strict=True):

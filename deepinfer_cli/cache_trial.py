@@ -214,12 +214,12 @@ class Trial:
         """Pages that the ranks took over from killed predecessors."""
         return sum(int((cache.get("recovered") or {}).get("pages", 0)) for cache in self._caches().values())
 
-    def generations(self) -> dict[int, int]:
-        """How often each rank was started."""
+    def incarnations(self) -> dict[int, int]:
+        """How often each rank was started; the metrics call it `generation`."""
         return {int(rank["rank"]): int(rank.get("generation", 0)) for rank in settled_metrics(self.api).get("ranks") or []}
 
     def await_restart(self, before: Mapping[int, int]) -> bool:
-        """Wait until all ranks of a later generation than `before` are ready; False when they do not come."""
+        """Wait until all ranks of a later incarnation than `before` are ready; False when they do not come."""
         give_up_s = time.monotonic() + _RESTART_PATIENCE_S
         while time.monotonic() < give_up_s:
             time.sleep(0.2)

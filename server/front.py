@@ -78,7 +78,7 @@ class Control:
         self.front = front
         self.server = server
         self.connection = connection
-        self._ready_generation = 0
+        self._ready_incarnation = 0
         self._warm_up: asyncio.Task[None] | None = None
         front.tell = self.tell
         front.pool.on_ready = self.maybe_serve
@@ -99,11 +99,11 @@ class Control:
         match message["op"]:
             case "keys":
                 self.front.keys = [key.encode() for key in message["keys"]]
-            case "generation":
-                pool.begin_generation(message["generation"])
-                watchdog.restarts_total += message["generation"] > 1
+            case "incarnation":
+                pool.begin_incarnation(message["incarnation"])
+                watchdog.restarts_total += message["incarnation"] > 1
             case "ready":
-                self._ready_generation = message["generation"]
+                self._ready_incarnation = message["incarnation"]
                 self.maybe_serve()
             case "failed":
                 watchdog.deaths_total += message["kind"] == "death"
@@ -122,24 +122,24 @@ class Control:
                 await self._finish()
 
     def maybe_serve(self) -> None:
-        """Begin to serve once the supervisor, every rank of this generation and the tokenizer are ready."""
+        """Begin to serve once the supervisor, every rank of this incarnation and the tokenizer are ready."""
         pool = self.front.pool
-        if pool.serving or self._ready_generation != pool.generation or not pool.all_connected or not self.front.text_loaded:
+        if pool.serving or self._ready_incarnation != pool.incarnation or not pool.all_connected or not self.front.text_loaded:
             return
         pool.serving = True
         self._open_indexes()
         pool.warming = bool(self.front.config.warm)
         if pool.warming:
-            self._warm_up = asyncio.create_task(self._warm(pool.generation))
+            self._warm_up = asyncio.create_task(self._warm(pool.incarnation))
             self._warm_up.add_done_callback(_exit_on_bug)
         else:
             self._say_ready()
 
     def _say_ready(self) -> None:
-        self.tell({"event": "serving", "generation": self.front.pool.generation})
+        self.tell({"event": "serving", "incarnation": self.front.pool.incarnation})
 
-    async def _warm(self, generation: int) -> None:
-        """Fill the caches of this generation's ranks, then say that they serve. Ranks that fail meanwhile are the supervisor's matter."""
+    async def _warm(self, incarnation: int) -> None:
+        """Fill the caches of this incarnation's ranks, then say that they serve. Ranks that fail meanwhile are the supervisor's matter."""
         front, pool = self.front, self.front.pool
         failure: DixError | None = None
         try:
@@ -148,11 +148,11 @@ class Control:
             failure = error
         except ApiError as error:
             failure = ServerFailed(f"the warm-up failed: {error.message}", hint="dix logs")
-        if pool.generation != generation or not pool.serving or pool.draining:
+        if pool.incarnation != incarnation or not pool.serving or pool.draining:
             return
         if failure is not None:
             log.error("%s", failure)
-        if failure is not None and generation <= 1:
+        if failure is not None and incarnation <= 1:
             self.tell({"event": "fatal", "message": str(failure), "hint": failure.hint, "exit_code": failure.exit_code})
             return
         pool.warming = False
@@ -168,10 +168,10 @@ class Control:
             return
         space = KeySpace(limits.fingerprint, limits.kv_format, limits.block_size, secret=launch.read_cache_secret())
         paths = {view.rank: launch.cache_home(view.rank).path(view.rank) for view in pool.ranks}
-        shared, generation = launch.hicache.share and launch.hicache.segment == "auto", pool.generation
+        shared, incarnation = launch.hicache.share and launch.hicache.segment == "auto", pool.incarnation
 
         def attach(indexes: RankIndexes) -> None:
-            pool.ask_caches(indexes, generation)
+            pool.ask_caches(indexes, incarnation)
 
         self.front.workers.then(partial(RankIndexes.open, shared=shared), space, paths, callback=attach)
 

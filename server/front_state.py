@@ -107,9 +107,9 @@ class Front:
             return "dead"
         if self.pool.draining:
             return "draining"
-        if self.pool.serving and not (self.pool.warming and self.pool.generation <= 1):
+        if self.pool.serving and not (self.pool.warming and self.pool.incarnation <= 1):
             return "degraded" if self.pool.complaint() else "ready"
-        return "starting" if self.pool.generation <= 1 else "degraded"
+        return "starting" if self.pool.incarnation <= 1 else "degraded"
 
     def check_drained(self) -> None:
         """While draining, tell the supervisor once when the last request is gone."""

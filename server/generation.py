@@ -132,10 +132,10 @@ class Generation:
     def _remember(self, token_ids: list[int]) -> None:
         """Tell the router where this sequence is; long ones are hashed in a worker."""
         pool, prompt_len, rank = self.front.pool, len(self.prompt_ids), self.ticket.rank
-        started = pool.generation  # of the ranks: how often they were started
+        started = pool.incarnation
 
         def ended(keys: PromptKeys) -> None:
-            if pool.generation == started:
+            if pool.incarnation == started:
                 pool.router.ended(keys, prompt_len, rank)
 
         if len(token_ids) <= INLINE_TOKENS:

@@ -1,4 +1,4 @@
-"""The children of one boot: the front and one generation of ranks, with the channels that connect them to the supervisor."""
+"""The children of one boot: the front and one incarnation of ranks, with the channels that connect them to the supervisor."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ProcessGroup:
         self.launch_path = launch_path
         self.listener = listener
         self.api_keys = api_keys
-        self.generation = 0
+        self.incarnation = 0
         self.gpus = launch_gpus(launch)
         self.front: Child | None = None
         self.ranks: list[Child] = []
@@ -82,15 +82,15 @@ class ProcessGroup:
         self.tell_front({"op": "keys", "keys": self.api_keys})
 
     def start_ranks(self) -> None:
-        self.generation += 1
+        self.incarnation += 1
         self._fatal.clear()
         self._echo_since_s = None
-        self.tell_front({"op": "generation", "generation": self.generation})
-        self.launch.rendezvous_path(self.generation).unlink(missing_ok=True)
+        self.tell_front({"op": "incarnation", "incarnation": self.incarnation})
+        self.launch.rendezvous_path(self.incarnation).unlink(missing_ok=True)
         for rank in range(self.launch.local_ranks):
             self.heartbeats.reset(rank, self.launch.server.ready_timeout_s, START_S)
             read_end, write_end = os.pipe()
-            arguments = ["server.rank", str(self.launch_path), f"--rank={rank}", f"--generation={self.generation}"]
+            arguments = ["server.rank", str(self.launch_path), f"--rank={rank}", f"--incarnation={self.incarnation}"]
             arguments += [f"--parent={os.getpid()}", f"--report={write_end}"]
             output = self.launch.log_dir / f"rank-{rank}.out"
             child = spawn(

@@ -92,8 +92,8 @@ class Launch:
         """What makes page keys and tenants' salts of this server unpredictable."""
         return secret_path(Path(self.server_dir)).read_bytes()
 
-    def rendezvous_path(self, generation: int) -> Path:
-        return self.boot_dir / f"rendezvous-{generation}"
+    def rendezvous_path(self, incarnation: int) -> Path:
+        return self.boot_dir / f"rendezvous-{incarnation}"
 
     def prepare(self) -> Path:
         """Create the directories (0700), write the launch file (0600) and return its path.

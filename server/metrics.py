@@ -155,11 +155,12 @@ class FrontMetrics:
 
 def json_document(metrics: FrontMetrics, pool: RankPool, state: str) -> dict[str, Any]:
     """The document of /deepinfer/metrics. Numbers only; built from the last snapshots, so a dead rank never delays it."""
-    totals = empty_record()
+    totals, rank_state = empty_record(), "ready" if pool.serving else "starting"
     ranks = []
     for view in pool.ranks:
         totals = added(totals, added(view.stats, view.retired))
-        head: Record = {"rank": view.rank, "pid": view.pid, "state": "ready" if pool.serving else "starting", "generation": pool.generation}
+        # The document's name for an incarnation is `generation`.
+        head: Record = {"rank": view.rank, "pid": view.pid, "state": rank_state, "generation": pool.incarnation}
         ages = {"heartbeat_age_s": round(pool.heartbeats.read(view.rank).loop_age_s, 3), "report_time": view.report_unix_s}
         ranks.append({**head, **ages, **view.stats})
     return {

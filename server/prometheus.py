@@ -123,7 +123,7 @@ LABELLED_COUNTERS: dict[str, tuple[str, str]] = {
 
 
 class RankCollector(Collector):
-    """Reads the last snapshots at scrape time. Counters add what earlier generations of a rank counted."""
+    """Reads the last snapshots at scrape time. Counters add what earlier incarnations of a rank counted."""
 
     def __init__(self, metrics: FrontMetrics, pool: RankPool, foreign: Collection[str] = ("vllm",)) -> None:
         """foreign: namespaces of other servers whose names are offered as well ("vllm", "sglang")."""
@@ -176,7 +176,7 @@ class RankCollector(Collector):
         return family
 
     def _labelled(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, label: str, leaf: str) -> Metric:
-        """A dict of the cache's record, one sample per key. Counters include what earlier generations of a rank counted."""
+        """A dict of the cache's record, one sample per key. Counters include what earlier incarnations of a rank counted."""
         family = kind(name, name.partition(":")[2].replace("_", " "), labels=(*LABELS, label))
         for view in self.pool.ranks:
             record = added(view.stats, view.retired) if kind is CounterMetricFamily else view.stats

@@ -1,6 +1,6 @@
 """Messages between the front and the ranks: msgpack over a Unix socket, one tagged struct per message.
 
-A rank's address carries its generation, so a message of a rank that was replaced is recognised and dropped.
+A rank's address carries its incarnation, so a message of a rank that was replaced is recognised and dropped.
 """
 
 from __future__ import annotations
@@ -137,11 +137,11 @@ def decode_from_rank(data: bytes) -> FromRank:
     return _from_rank.decode(data)
 
 
-def rank_address(rank: int, generation: int) -> bytes:
-    return f"{rank}:{generation}".encode()
+def rank_address(rank: int, incarnation: int) -> bytes:
+    return f"{rank}:{incarnation}".encode()
 
 
 def parse_address(address: bytes) -> tuple[int, int]:
-    """(rank, generation) of a rank's address."""
-    rank, _, generation = address.decode().partition(":")
-    return int(rank), int(generation)
+    """(rank, incarnation) of a rank's address."""
+    rank, _, incarnation = address.decode().partition(":")
+    return int(rank), int(incarnation)

@@ -60,10 +60,10 @@ class EngineLike(Protocol):
 class Link:
     """The socket to the front. Sends never block: without a front there is nobody left to serve, and the supervisor ends this process."""
 
-    def __init__(self, address: str, rank: int, generation: int) -> None:
+    def __init__(self, address: str, rank: int, incarnation: int) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, protocol.rank_address(rank, generation))
+        self._socket.setsockopt(zmq.IDENTITY, protocol.rank_address(rank, incarnation))
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -256,7 +256,7 @@ class ProgressReport:
 
 
 def build_engine(
-    launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None], on_lost: Callable[[str], None]
+    launch: Launch, rank: int, incarnation: int, on_progress: Callable[[str, float], None], on_lost: Callable[[str], None]
 ) -> EngineLike:
     """The real engine, joined to its peers when there are several ranks. on_lost: called from a thread when another host is gone."""
     hosts = launch.hosts
@@ -272,7 +272,7 @@ def build_engine(
         group = GlooGroup(launch.group_rank(rank), config.dp, host=hosts.address, port=hosts.port, timeout_s=config.collective_timeout_s)
         group.watch(on_lost)
     elif config.dp > 1:
-        group = GlooGroup(rank, config.dp, init_file=str(launch.rendezvous_path(generation)), timeout_s=config.collective_timeout_s)
+        group = GlooGroup(rank, config.dp, init_file=str(launch.rendezvous_path(incarnation)), timeout_s=config.collective_timeout_s)
     engine: EngineLike = Engine(config, launch.hicache, group, on_progress=on_progress, cache_home=launch.cache_home(rank))
     return engine
 
@@ -295,18 +295,18 @@ def rank_limits(limits: Any, block_size: int, kv_format: str = "") -> protocol.R
     )
 
 
-def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
+def serve(launch: Launch, rank: int, incarnation: int, report: Report) -> None:
     heartbeat = HeartbeatFile(launch.heartbeat_path)
     start_process_thread(heartbeat, rank)
     heartbeat.announce(rank, launch.server.ready_timeout_s)
-    link = Link(launch.socket_address, rank, generation)
+    link = Link(launch.socket_address, rank, incarnation)
 
     def leave(reason: str) -> None:
         report("fatal", message=reason, hint="see the logs of the other hosts", exit_code=4, echo=True)
         os._exit(4)  # the loop may be waiting for the lost rank in a collective
 
     build = resolve(launch.engine_factory) if launch.engine_factory else partial(build_engine, on_lost=leave)
-    engine = build(launch, rank, generation, ProgressReport(report, time.monotonic))
+    engine = build(launch, rank, incarnation, ProgressReport(report, time.monotonic))
 
     def on_warm() -> None:
         gc.collect()
@@ -332,12 +332,12 @@ def serve(launch: Launch, rank: int, generation: int, report: Report) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    options = child.enter("server.rank", ("rank", "generation", "report"), arguments)
+    options = child.enter("server.rank", ("rank", "incarnation", "report"), arguments)
     report = Report(options.report)
     try:
         launch = load_launch(options.launch)
         open_log(launch.log_dir, f"rank-{options.rank}", launch.server.log_level)
-        serve(launch, options.rank, options.generation, report)
+        serve(launch, options.rank, options.incarnation, report)
     except DixError as error:
         log.error("%s", error)
         # A peer's death shows here as a lost collective: an echo, not the cause.

@@ -19,7 +19,7 @@ log = logging.getLogger("front")
 
 
 class RankIndexes:
-    """One table per rank that can be asked. Made anew for every generation of ranks; not thread-safe, but `space` may be read anywhere."""
+    """One table per rank that can be asked. Made anew for every incarnation of ranks; not thread-safe, but `space` may be read anywhere."""
 
     def __init__(self, space: KeySpace, tables: dict[int, PublishedIndex], *, shared: bool) -> None:
         self.space, self.shared = space, shared

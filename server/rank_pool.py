@@ -34,7 +34,7 @@ log = logging.getLogger("front")
 
 @dataclass(slots=True)
 class RankView:
-    """What the front knows of one rank of the present generation. `retired` sums the counters of earlier generations.
+    """What the front knows of one rank of the present incarnation. `retired` sums the counters of earlier incarnations.
 
     report_unix_s: when `stats` arrived, 0 before the first.
     """
@@ -66,7 +66,7 @@ class RankPool:
         self.router = router
         self.heartbeats = heartbeats
         self.ranks = [RankView(rank) for rank in range(size)]
-        self.generation = 0
+        self.incarnation = 0
         self.key_space: KeySpace | None = None  # of the ranks' caches, once the router can ask them
         self.serving = self.warming = False
         self.draining = False
@@ -84,13 +84,13 @@ class RankPool:
             self._socket.setsockopt(option, 0)
         self._socket.bind(address)
 
-    # --- life of a generation -------------------------------------------------------------------------------------------------------
+    # --- life of an incarnation ------------------------------------------------------------------------------------------------------
 
-    def begin_generation(self, generation: int) -> None:
+    def begin_incarnation(self, incarnation: int) -> None:
         """New ranks are being started; what the old ones counted is kept. Their messages may arrive before the news of them."""
-        if generation <= self.generation:
+        if incarnation <= self.incarnation:
             return
-        self.generation = generation
+        self.incarnation = incarnation
         self.serving = self.warming = False
         self.router.forget(view.rank for view in self.ranks)
         self.router.stored = self.key_space = None
@@ -98,9 +98,9 @@ class RankPool:
             view.retired = added(view.retired, counters_only(view.stats))
             view.stats, view.report_unix_s, view.limits, view.pid = empty_record(), 0.0, None, 0
 
-    def ask_caches(self, indexes: RankIndexes, generation: int) -> None:
-        """The router may ask the caches of this generation's ranks from now on."""
-        if generation == self.generation and len(indexes):
+    def ask_caches(self, indexes: RankIndexes, incarnation: int) -> None:
+        """The router may ask the caches of this incarnation's ranks from now on."""
+        if incarnation == self.incarnation and len(indexes):
             self.router.stored, self.key_space = indexes, indexes.space
 
     def fail_all(self, error: ApiError) -> int:
@@ -152,7 +152,7 @@ class RankPool:
         if self.dead:
             raise Unavailable("engine_dead", "the engine failed and is not restarted", retry_after_s=30)
         if not self.serving:
-            code = "starting" if self.generation <= 1 else "rank_failed"
+            code = "starting" if self.incarnation <= 1 else "rank_failed"
             raise Unavailable(code, "the model is not ready yet", retry_after_s=2)
 
     def dispatch(
@@ -266,7 +266,7 @@ class RankPool:
 
     def _send(self, rank: int, message: protocol.ToRank) -> None:
         # ROUTER with unlimited buffers: a send to a connected rank completes at once, one to a rank that is gone is dropped.
-        self._socket.send_multipart([protocol.rank_address(rank, self.generation), protocol.encode(message)], zmq.NOBLOCK)
+        self._socket.send_multipart([protocol.rank_address(rank, self.incarnation), protocol.encode(message)], zmq.NOBLOCK)
         self._look.set()  # a send may swallow the notice that something arrived
 
     async def receive_forever(self) -> None:
@@ -275,9 +275,9 @@ class RankPool:
         while True:
             self._look.clear()
             while (parts := self._receive()) is not None:
-                rank, generation = protocol.parse_address(parts[0])
-                self.begin_generation(generation)
-                if generation < self.generation:
+                rank, incarnation = protocol.parse_address(parts[0])
+                self.begin_incarnation(incarnation)
+                if incarnation < self.incarnation:
                     continue
                 message = protocol.decode_from_rank(parts[1])
                 if isinstance(message, protocol.Outputs):

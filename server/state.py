@@ -50,7 +50,7 @@ class ServerState:
     state: str
     supervisor: ProcessRecord
     processes: list[ProcessRecord] = field(default_factory=list)
-    generation: int = 0
+    incarnation: int = 0
     restarts: int = 0
     last_failure: str = ""
     started_unix_s: float = 0.0

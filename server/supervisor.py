@@ -146,7 +146,7 @@ class Supervisor:
         self._serving = False
         self._phase_since_s = time.monotonic()
         self.group.start_ranks()
-        self._record(generation=self.group.generation)
+        self._record(incarnation=self.group.incarnation)
 
     def _read_messages(self) -> None:
         for message in self.group.read():
@@ -157,8 +157,8 @@ class Supervisor:
                 self._ready_ranks.add(rank)
                 self._emit("rank_ready", rank=rank, limits=message["limits"])
                 if len(self._ready_ranks) == self.launch.local_ranks:
-                    self.group.tell_front({"op": "ready", "generation": self.group.generation, "pids": [c.pid for c in self.group.ranks]})
-            elif event == "serving" and message["generation"] == self.group.generation:
+                    self.group.tell_front({"op": "ready", "incarnation": self.group.incarnation, "pids": [c.pid for c in self.group.ranks]})
+            elif event == "serving" and message["incarnation"] == self.group.incarnation:
                 self._become_ready()
             elif event == "drained":
                 self._drained = True
@@ -169,7 +169,12 @@ class Supervisor:
         seconds = time.monotonic() - self._phase_since_s
         self._record(state=Phase.READY, ready_after_s=seconds)
         self._emit(
-            "ready", host=self.state.host, port=self.state.port, url=self.state.base_url, seconds=seconds, generation=self.group.generation
+            "ready",
+            host=self.state.host,
+            port=self.state.port,
+            url=self.state.base_url,
+            seconds=seconds,
+            incarnation=self.group.incarnation,
         )
 
     def _too_slow(self) -> Failure | None:
@@ -231,7 +236,7 @@ class Supervisor:
         self._restart_at_s = None
         if self.group.front is None:
             self.group.start_front()
-        self._emit("restarting", generation=self.group.generation + 1)
+        self._emit("restarting", incarnation=self.group.incarnation + 1)
         self._start_ranks()
 
     def _stop(self, signals: Signals) -> int:

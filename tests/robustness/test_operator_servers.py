@@ -83,7 +83,7 @@ def test_a_rank_comes_back_although_runtime_and_log_directories_were_removed(fak
     wait_ready(fake)
     assert answers(fake)
     after = fake.current()
-    assert (after.port, after.generation, after.supervisor) == (before.port, before.generation + 1, before.supervisor)
+    assert (after.port, after.incarnation, after.supervisor) == (before.port, before.incarnation + 1, before.supervisor)
     assert list((fake.directory / "logs").glob("rank-0.log"))
 
 
@@ -272,7 +272,7 @@ def test_a_frozen_machine_goes_on_where_it_stood() -> None:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         time.sleep(8)
-        assert server.current().generation == state.generation
+        assert server.current().incarnation == state.incarnation
         assert answers(server)
     finally:
         finish(server)
@@ -292,7 +292,7 @@ def test_a_served_model_survives_the_terminal_it_was_started_from(tmp_path: Path
         state = eventually(lambda: (s := read_state(home / "state/servers/t")) and s.state == "ready" and s, 120)
         os.close(terminal._fd)  # the other side of the terminal is gone: writes fail from now on
         os.kill(next(record.pid for record in state.processes if record.role == "rank"), signal.SIGKILL)
-        eventually(lambda: (s := read_state(home / "state/servers/t")) and s.generation == 2 and s.state == "ready", 120)
+        eventually(lambda: (s := read_state(home / "state/servers/t")) and s.incarnation == 2 and s.state == "ready", 120)
         assert httpx.post(f"{state.base_url}/v1/chat/completions", json=ASK, timeout=60).status_code == 200
         done = subprocess.run([*dix, "stop", "--json"], env=env, capture_output=True, text=True, check=False)
         assert (done.returncode, json.loads(done.stdout)["servers"][0]["killed"]) == (0, [])

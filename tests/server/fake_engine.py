@@ -201,7 +201,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def build(launch: Launch, rank: int, generation: int, on_progress: Callable[[str, float], None]) -> FakeEngine:
+def build(launch: Launch, rank: int, incarnation: int, on_progress: Callable[[str, float], None]) -> FakeEngine:
     """Engine factory of the tests. `fail_load` in the script makes loading fail."""
     path = Path(launch.server_dir) / SCRIPT_FILE
     on_progress("weights", 1.0)

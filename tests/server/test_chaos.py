@@ -58,7 +58,7 @@ def harm_a_child(server: FakeServer, random_: random.Random, stop: bool) -> None
     what, began_s = f"{'stopped' if stop else 'killed'} {victim.label} {victim.pid}", time.monotonic()
     os.kill(victim.pid, signal.SIGSTOP if stop else signal.SIGKILL)
     end_all(requests, began_s, STOPPED_S if stop else KILLED_S, what)
-    after = wait_ready(server, state.generation + 1, 60)
+    after = wait_ready(server, state.incarnation + 1, 60)
     assert after.port == state.port
     assert gone(state, server), what
     server.script("fine")
@@ -158,7 +158,7 @@ def test_embedded_model_comes_back_with_empty_queues_and_its_whole_cache(tmp_pat
             began_s = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             end_all(requests, began_s, KILLED_S, victim.label)
-            wait_ready(server, before.generation + 1, 90)
+            wait_ready(server, before.incarnation + 1, 90)
             assert httpx.post(f"{server.url}/v1/chat/completions", json=ASK, timeout=60).status_code == 200
             eventually(lambda: not any(rank["running"] + rank["waiting"] for rank in server.metrics()["ranks"]), 10)
             ranks = server.metrics()["ranks"]

@@ -85,10 +85,10 @@ def assert_all_failed(requests: list[OpenRequest], since_s: float, within_s: flo
             assert json.loads(request.lines[0])["error"]["code"] == "rank_failed"
 
 
-def wait_ready(server: FakeServer, generation: int, timeout_s: float = 20.0) -> ServerState:
+def wait_ready(server: FakeServer, incarnation: int, timeout_s: float = 20.0) -> ServerState:
     def ready() -> ServerState | None:
         state = read_state(server.directory)
-        return state if state and state.state == "ready" and state.generation >= generation else None
+        return state if state and state.state == "ready" and state.incarnation >= incarnation else None
 
     state: ServerState = eventually(ready, timeout_s)
     return state

@@ -63,11 +63,11 @@ def test_request_that_crashes_a_rank_twice_is_not_given_to_the_third(server: Fak
     harmless = {"messages": [{"role": "user", "content": "live"}], "max_tokens": 5}
     prompt = httpx.post(f"{server.url}/tokenize", json=deadly).json()["tokens"]
     server.script("fine", crash_on=prompt)
-    for generation in (2, 3):
+    for incarnation in (2, 3):
         died = httpx.post(f"{server.url}/v1/chat/completions", json=deadly, timeout=20)
         assert (died.status_code, died.json()["error"]["code"]) == (503, "rank_failed")
-        eventually(lambda: server.current().state == "ready" and server.current().generation == generation, 30)  # noqa: B023
+        eventually(lambda: server.current().state == "ready" and server.current().incarnation == incarnation, 30)  # noqa: B023
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=deadly, timeout=20)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "poison_request")
     assert httpx.post(f"{server.url}/v1/chat/completions", json=harmless, timeout=20).status_code == 200
-    assert server.current().generation == 3
+    assert server.current().incarnation == 3
