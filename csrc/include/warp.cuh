@@ -10,6 +10,13 @@
 #include <cuda_runtime.h>
 
 #define DIX_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<(grid), (block), (shared), (stream)>>>(__VA_ARGS__)
+// Of a kernel that is declared with DIX_CLUSTER(cluster): so many consecutive blocks run together and reach each other's shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define DIX_CLUSTER(size)
+#else
+#define DIX_CLUSTER(size) __cluster_dims__(size)
+#endif
+#define DIX_LAUNCH_CLUSTERS(kernel, cluster, grid, block, shared, stream, ...) DIX_LAUNCH(kernel, grid, block, shared, stream, __VA_ARGS__)
 
 namespace dix {
 
@@ -21,6 +28,10 @@ __device__ __forceinline__ unsigned char* shared_memory() {
 // A lane's own copy to shared memory: only the lane that issued it may read the result, after `wait_copies`.
 __device__ __forceinline__ void copy_async16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_async4(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void copy_async8(void* shared, const void* global) {
@@ -64,8 +75,41 @@ __device__ __forceinline__ void atomic_add_shared(unsigned* counter, unsigned va
 __device__ __forceinline__ float quick_log(float x) { return __logf(x); }
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
 __device__ __forceinline__ float value_of(int bits) { return __int_as_float(bits); }
-__device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T x, int mask) {
+    return __shfl_xor_sync(0xFFFFFFFFu, x, mask);
+}
+__device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xFFFFFFFFu, x); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
+
+// Clusters exist from SM90 on; kernels that use them trap elsewhere and are not launched there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void sync_cluster() { asm volatile("trap;"); }
+template <class T>
+__device__ __forceinline__ T* of_rank(T* shared, int) {
+    return shared;
+}
+#else
+__device__ __forceinline__ int cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+
+// What any thread of the cluster wrote before, also to another block's shared memory, all see behind it.
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same place in the shared memory of another block of the cluster.
+template <class T>
+__device__ __forceinline__ T* of_rank(T* shared, int rank) {
+    T* there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+    return there;
+}
+#endif
 
 }  // namespace dix
 

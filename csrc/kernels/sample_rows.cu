@@ -1,323 +1,291 @@
 // One token per row of logits without sorting and without the host: the largest logit, or a draw from the tempered distribution with
 // given random numbers (engine/draws.py is the definition).
 //
-// Three launches, or four. `survey` finds each row's maximum and the sum of its exponentials, `find_cuts` the least probable id that top-k and
-// top-p leave (a search over the digits of the probabilities), `weigh` turns logits into probabilities on the way and lets them race, or
-// adds their fixed-point weights, `decide` picks. Rows are cut into kSplits pieces of ids; what the pieces find
-// is combined in their order, so a row's token depends on that row alone.
-#include "sample_rows.cuh"
+// One launch, one read. A cluster of thread blocks keeps a row in its shared memory: first the logits, from which it takes the maximum, then
+// their exponentials, of which it takes the sum. Filters drop ids (sample_cuts.cuh); then the ids race, or their fixed-point weights are
+// added up to where the random number falls. What the blocks find is combined in their order, so a token depends on its row alone.
+#include "sample_cuts.cuh"
+
+#include <cstring>
 
 namespace dix {
 
-__global__ void __launch_bounds__(kSampleThreads) survey(const SampleRows p) {
-    const int row = blockIdx.x / kSplits, split = blockIdx.x % kSplits, thread = threadIdx.x;
-    const float* logits = p.logits + row * p.row_stride;
-    const Piece piece = piece_of(p.num_ids, split);
-    const bool greedy = p.modes[row] == kGreedy;
-    const float temperature = greedy ? 1.0f : p.temperature[row], inverse = 1.0f / temperature;
-    float top = -INFINITY, sum = 0;
-    int top_id = 0x7FFFFFFF;
-    for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
-        if (above(logit, id, top, top_id)) {
-            sum = rescaled(sum, top, logit, temperature) + (logit > -INFINITY ? 1.0f : 0.0f);
-            top = logit;
-            top_id = id;
-        } else if (!greedy && logit > -INFINITY) {
-            sum += expf((logit - top) * inverse);
+// What blocks of a cluster tell each other, and room for sums over a block.
+template <int kThreads>
+struct alignas(16) Board {
+    uint64_t tops[kPieces], top_scratch[kThreads / 32];
+    uint64_t times[kPieces], time_scratch[kThreads / 32];  // bits of positive doubles are in their order
+    float sums[kPieces], sum_scratch[kThreads / 32];
+    int time_ids[kPieces], id_scratch[kThreads / 32];
+    uint32_t weights[kPieces], weight_scratch[kThreads / 32];
+    uint32_t buffer[kThreads];
+    int found;
+};
+
+template <int kThreads>
+__device__ __forceinline__ uint64_t largest(const Piece& piece) {
+    float top = -INFINITY;
+    int id = kNoId;
+    const auto look = [&](int begin, int end) {
+        for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) {
+            const float4 x = piece.vector(v);
+            const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), sum = (x.x + x.y) + (x.z + x.w);
+            if (!(most > top) && sum == sum) continue;  // a NaN shows in the sum
+            const float four[4] = {x.x, x.y, x.z, x.w};
+            for (int i = 0; i < 4; ++i) {
+                const int here = piece.begin + 4 * v + i;
+                if (above(four[i], here, top, id)) {
+                    top = four[i];
+                    id = here;
+                }
+            }
         }
-    });
-    float* tops = reinterpret_cast<float*>(shared_memory());
-    float* sums = tops + kSampleThreads;
-    int* ids = reinterpret_cast<int*>(sums + kSampleThreads);
-    tops[thread] = top;
-    sums[thread] = sum;
-    ids[thread] = top_id;
-    for (int half = kSampleThreads / 2; half > 0; half /= 2) {
-        sync_block();
-        if (thread < half) {
-            const int other = thread + half;
-            const bool theirs = above(tops[other], ids[other], tops[thread], ids[thread]);
-            const float high = theirs ? tops[other] : tops[thread];
-            sums[thread] = rescaled(sums[thread], tops[thread], high, temperature) + rescaled(sums[other], tops[other], high, temperature);
-            tops[thread] = high;
-            ids[thread] = theirs ? ids[other] : ids[thread];
-        }
-    }
-    if (thread == 0) {
-        const int at = row * kSplits + split;
-        p.tops[at] = tops[0];
-        p.top_ids[at] = ids[0];
-        p.sums[at] = sums[0];
-    }
+    };
+    const int first = first_vectors<kThreads>(piece);
+    wait_copies<1>();
+    look(0, first);
+    wait_copies<0>();
+    look(first, piece.vectors);
+    return rank_of(top, id);
 }
 
-__device__ __forceinline__ uint64_t number_of(int64_t key, int id) {
-    uint64_t x = static_cast<uint64_t>(key) + (static_cast<uint64_t>(id) + 1) * 0x9E3779B97F4A7C15ull;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-    return (x ^ (x >> 31)) >> 11;
-}
-
-// -log(1 - number / 2^53), less at most a thousandth of it; 0 where fp32 has too few digits for it.
-__device__ __forceinline__ float rough_time(uint64_t number) {
-    const float u = static_cast<float>(number) * 1.1102230246251565e-16f;  // 2^-53
-    if (u < 0.05f) return u * (1.0f + u * (0.5f + u * 0.33333f)) * 0.9999f;
-    return u < 0.99f ? -quick_log(1.0f - u) * 0.9999f : 0.0f;
-}
-
-constexpr int kCutThreads = 1024;
-constexpr int kDigitBits = 11;
-constexpr int kBins = 1 << kDigitBits;  // 31 bits of a positive number: digits of 11, 11 and 9 bits
-
-// Sums over the threads before this one. buffer: kCutThreads numbers.
-__device__ __forceinline__ int64_t sum_before(int64_t value, int64_t* buffer) {
-    const int thread = threadIdx.x;
-    buffer[thread] = value;
-    sync_block();
-    for (int step = 1; step < kCutThreads; step *= 2) {
-        const int64_t below = thread >= step ? buffer[thread - step] : 0;
-        sync_block();
-        buffer[thread] += below;
-        sync_block();
+template <int kThreads>
+__device__ __forceinline__ float exponentials(const Piece& piece, float top, float per_temperature) {
+    float sum = 0.0f;
+    for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
+        float4& x = piece.vector(v);
+        float4 e;
+        e.x = expf((x.x - top) * per_temperature);
+        e.y = expf((x.y - top) * per_temperature);
+        e.z = expf((x.z - top) * per_temperature);
+        e.w = expf((x.w - top) * per_temperature);
+        x = e;
+        sum += (e.x + e.y) + (e.z + e.w);
     }
-    const int64_t sum = buffer[thread] - value;
-    sync_block();
     return sum;
 }
 
-// In the order of falling probability, ties by id, every filter keeps a prefix: an id stays when fewer than top_k ids are before it and
-// their weights do not exceed top_p. Three rounds find the level at which that ends, digit by digit; ties at that level are counted off.
-__global__ void __launch_bounds__(kCutThreads) find_cuts(const SampleRows p) {
-    const int row = blockIdx.x, thread = threadIdx.x;
-    const int64_t most = p.top_p[row], count_limit = p.top_k[row];
-    if (p.modes[row] == kGreedy || (most >= (int64_t{1} << 32) && count_limit >= p.num_ids)) {
-        if (thread == 0) {
-            p.cuts[2 * row] = 0;
-            p.cuts[2 * row + 1] = 0x7FFFFFFF;
-        }
-        return;
-    }
-    const float temperature = p.temperature[row];
-    const Summary summary = summarise(p, row, temperature);
-    const float* logits = p.logits + row * p.row_stride;
-    const Probabilities probability = {1.0f / temperature, summary.top, 1.0f / summary.sum, 0.0f, 0, 0};
-    int64_t* buffer = reinterpret_cast<int64_t*>(shared_memory());
-    int64_t* found = buffer + kCutThreads;  // digit, and count and weight before it
-    unsigned* counts = reinterpret_cast<unsigned*>(found + 3);
-    unsigned* masses = counts + kBins;  // the weights of a row add up to less than 2^32
-    int prefix = 0;
-    int64_t count_before = 0, mass_before = 0;
-    for (int shift = 20; shift >= 0; shift = shift == 20 ? 9 : shift - 9) {
-        const int bits = shift == 0 ? 9 : kDigitBits, bins = 1 << bits;
-        for (int bin = thread; bin < kBins; bin += kCutThreads) counts[bin] = masses[bin] = 0;
-        if (thread == 0) found[0] = -1;
-        sync_block();
-        for_logits(logits, 0, p.num_ids, kCutThreads, [&](int, float logit) {
-            const float value = probability.all(logit);
-            const int level = bits_of(value);
-            if ((level >> (shift + bits)) != prefix) return;
-            const int bin = bins - 1 - (level >> shift & (bins - 1));  // the most probable first
-            atomic_add_shared(&counts[bin], 1u);
-            const unsigned weight = static_cast<unsigned>(fixed_point(value));
-            if (weight != 0) atomic_add_shared(&masses[bin], weight);
-        });
-        sync_block();
-        const int first = 2 * thread;
-        const int64_t count = int64_t{counts[first]} + counts[first + 1], mass = int64_t{masses[first]} + masses[first + 1];
-        int64_t count_here = count_before + sum_before(count, buffer), mass_here = mass_before + sum_before(mass, buffer);
-        for (int bin = first; bin < first + 2; ++bin) {
-            const int64_t count_after = count_here + counts[bin], mass_after = mass_here + masses[bin];
-            const bool open = count_here < count_limit && mass_here <= most;
-            if (open && counts[bin] != 0 && (count_after >= count_limit || mass_after > most)) {
-                found[0] = bins - 1 - bin;
-                found[1] = count_here;
-                found[2] = mass_here;
-            }
-            count_here = count_after;
-            mass_here = mass_after;
-        }
-        sync_block();
-        if (found[0] < 0) break;  // in the first round only: everything stays
-        prefix = prefix << bits | static_cast<int>(found[0]);
-        count_before = found[1];
-        mass_before = found[2];
-        sync_block();
-    }
-    if (found[0] < 0) {
-        if (thread == 0) {
-            p.cuts[2 * row] = 0;
-            p.cuts[2 * row + 1] = 0x7FFFFFFF;
-        }
-        return;
-    }
-    // How many ids of exactly this probability stay: those with fewer than top_k before them and at most top_p of weight.
-    const float value = value_of(prefix);
-    const int64_t weight = fixed_point(value);
-    int64_t stay = count_limit - count_before;
-    if (weight > 0 && (most - mass_before) / weight + 1 < stay) stay = (most - mass_before) / weight + 1;
-    const int share = (p.num_ids + kCutThreads - 1) / kCutThreads;
-    const int begin = thread * share, end = begin + share < p.num_ids ? begin + share : p.num_ids;
-    int64_t ties = 0;
-    for (int id = begin; id < end; ++id) ties += bits_of(probability.all(logits[id])) == prefix;
-    int64_t before = sum_before(ties, buffer);
-    if (thread == 0) {
-        p.cuts[2 * row] = prefix;
-        p.cuts[2 * row + 1] = 0x7FFFFFFF;
-    }
-    sync_block();
-    if (before < stay && stay <= before + ties) {
-        for (int id = begin; id < end; ++id) {
-            if (bits_of(probability.all(logits[id])) == prefix && ++before == stay) {
-                p.cuts[2 * row + 1] = id;
-                break;
-            }
+template <int kThreads>
+__device__ __forceinline__ void drop(const Piece& piece, float per_sum, Cut cut, float least) {
+    for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
+        for (int place = 4 * v; place < 4 * v + 4; ++place) {
+            const float p = piece.values[place] * per_sum;
+            const int bits = bits_of(p);
+            const bool stays = (bits > cut.level || (bits == cut.level && piece.begin + place <= cut.last_id)) && p >= least;
+            if (!stays) piece.values[place] = 0.0f;
         }
     }
 }
 
-__global__ void __launch_bounds__(kSampleThreads) weigh(const SampleRows p) {
-    const int row = blockIdx.x / kSplits, split = blockIdx.x % kSplits, thread = threadIdx.x, mode = p.modes[row];
-    if (mode == kGreedy) return;
-    const float* logits = p.logits + row * p.row_stride;
-    const Piece piece = piece_of(p.num_ids, split);
-    const float temperature = p.temperature[row];
-    const Probabilities probability = probabilities_of(p, row, summarise(p, row, temperature), temperature);
-    unsigned char* shared = shared_memory();
-    if (mode == kInverse) {
-        int64_t* sums = reinterpret_cast<int64_t*>(shared);
-        int64_t sum = 0;
-        for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) { sum += fixed_point(probability(id, logit)); });
-        sums[thread] = sum;
-        for (int half = kSampleThreads / 2; half > 0; half /= 2) {
-            sync_block();
-            if (thread < half) sums[thread] += sums[thread + half];
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+
+// SplitMix64's number, of which the upper 53 bits count. start: key + (id + 1) * kGolden.
+__device__ __forceinline__ uint64_t mixed(uint64_t start) {
+    uint64_t x = (start ^ (start >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+// -log(1 - u) of a number, within a relative 2e-4. Behind 0.99 fp32 has too few digits for it: what it is at least.
+constexpr float kLateTime = 4.6f;
+__device__ __forceinline__ float rough_time(uint64_t number) {
+    const float u = (static_cast<float>(number >> 11) + 0.5f) * 1.1102230246251565e-16f;  // 2^-53
+    if (u < 0.05f) return u * (1.0f + u * (0.5f + u * 0.33333f));
+    return u < 0.99f ? -quick_log(1.0f - u) : kLateTime;
+}
+
+__device__ __forceinline__ double exact_time(uint64_t number, float chance) {
+    return -log1p(-((static_cast<double>(number >> 11) + 0.5) * 0x1p-53)) / static_cast<double>(chance);
+}
+
+// The ids of a block that may win a race. Times are in units of the row's sum; a thread knows its least, which id has it, and how small
+// another one of its own may be.
+struct Runners {
+    float bar;  // the block has an id whose time is at most this
+    float first, second;
+    int first_id;
+};
+
+// Nearly all ids are dismissed by one comparison: u <= -log(1 - u), so that a time cannot be below the bar when u / chance is not. Lanes of a
+// warp share their bar; whoever may pass takes the logarithm.
+template <int kThreads>
+__device__ __forceinline__ Runners run(const Piece& piece, uint64_t key) {
+    constexpr float kUnit = 0.999f * 2.3283064365386963e-10f;  // 2^-32, and room for rounding
+    Runners r = {INFINITY, INFINITY, INFINITY, kNoId};
+    const int rounds = (piece.vectors + kThreads - 1) / kThreads;
+    for (int round = 0; round < rounds; ++round) {
+        const int v = round * kThreads + static_cast<int>(threadIdx.x);
+        float4 e = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (v < piece.vectors) e = piece.vector(v);
+        const float chances[4] = {e.x, e.y, e.z, e.w};
+        const uint64_t start = key + static_cast<uint64_t>(piece.begin + 4 * v + 1) * kGolden;
+        bool may[4], any = false;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t high = static_cast<uint32_t>(mixed(start + i * kGolden) >> 32);
+            // One less than the number: its last bit is left to be computed when it matters.
+            may[i] = fmaf(static_cast<float>(high), kUnit, -kUnit) < r.bar * chances[i];
+            any |= may[i];
         }
-        if (thread == 0) p.weights[row * kSplits + split] = sums[0];
-        return;
+        if (!any_lane(any)) continue;
+        float bar = r.bar;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!may[i]) continue;
+            const float rough = rough_time(mixed(start + i * kGolden)), time = rough / chances[i];
+            if (rough < kLateTime) bar = fminf(bar, time);
+            if (time < r.first) {
+                r.second = r.first;
+                r.first = time;
+                r.first_id = piece.begin + 4 * v + i;
+            } else {
+                r.second = fminf(r.second, time);
+            }
+        }
+        for (int mask = 16; mask > 0; mask /= 2) bar = fminf(bar, shuffle_xor(bar, mask));
+        r.bar = bar;
     }
-    const int64_t key = p.numbers[row];
-    // First the rough times of all ids: exact ones cost so much more that only ids that may still win get theirs.
-    float bar = INFINITY;
-    for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
-        const float chance = probability(id, logit), rough = rough_time(number_of(key, id));
-        if (chance > 0.0f && rough > 0.0f) bar = fminf(bar, rough / chance);
-    });
-    float* bars = reinterpret_cast<float*>(shared);
-    bars[thread] = bar;
-    for (int half = kSampleThreads / 2; half > 0; half /= 2) {
-        sync_block();
-        if (thread < half) bars[thread] = fminf(bars[thread], bars[thread + half]);
-    }
-    sync_block();
-    bar = bars[0] * 1.001f;
-    sync_block();  // the same memory holds the exact times below
+    return r;
+}
+
+// The exact race among the ids that the rough one leaves; mostly that is one thread's first.
+template <int kThreads>
+__device__ __forceinline__ int race(const Piece& piece, uint64_t key, float per_sum, Board<kThreads>& board) {
+    const Runners r = run<kThreads>(piece, key);
+    const float limit = over_block<kThreads>(r.bar, board.sum_scratch, [](float a, float b) { return fminf(a, b); }) * 1.0005f;
     double best = INFINITY;
-    int best_id = 0x7FFFFFFF;
-    for_logits(logits, piece.begin, piece.end, kSampleThreads, [&](int id, float logit) {
-        const float chance = probability(id, logit);
+    int id = kNoId;
+    const auto enter = [&](int here) {
+        const float chance = piece.values[here - piece.begin] * per_sum;
         if (!(chance > 0.0f)) return;
-        const uint64_t number = number_of(key, id);
-        if (rough_time(number) > bar * chance) return;
-        const double time = -log1p(-((static_cast<double>(number) + 0.5) * 0x1p-53)) / static_cast<double>(chance);
-        if (time < best || (time == best && id < best_id)) {
+        const double time = exact_time(mixed(key + static_cast<uint64_t>(here + 1) * kGolden), chance);
+        if (time < best) {
             best = time;
-            best_id = id;
+            id = here;
         }
-    });
-    double* times = reinterpret_cast<double*>(shared);
-    int* ids = reinterpret_cast<int*>(times + kSampleThreads);
-    times[thread] = best;
-    ids[thread] = best_id;
-    for (int half = kSampleThreads / 2; half > 0; half /= 2) {
-        sync_block();
-        if (thread < half) {
-            const int other = thread + half;
-            if (times[other] < times[thread] || (times[other] == times[thread] && ids[other] < ids[thread])) {
-                times[thread] = times[other];
-                ids[thread] = ids[other];
+    };
+    if (r.first <= limit) {
+        if (r.second > limit) {
+            enter(r.first_id);
+        } else {
+            for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
+                for (int i = 0; i < 4; ++i) enter(piece.begin + 4 * v + i);
             }
         }
     }
-    if (thread == 0) {
-        p.times[row * kSplits + split] = times[0];
-        p.time_ids[row * kSplits + split] = ids[0];
+    const auto earlier = [](uint64_t a, uint64_t b) { return a < b ? a : b; };
+    const auto lower = [](int a, int b) { return a < b ? a : b; };
+    uint64_t bits;
+    std::memcpy(&bits, &best, sizeof bits);
+    const uint64_t least = over_block<kThreads>(bits, board.time_scratch, earlier);
+    const int winner = over_block<kThreads>(bits == least ? id : kNoId, board.id_scratch, lower);
+    tell_all(least, board.times);
+    tell_all(winner, board.time_ids);
+    sync_cluster();
+    const uint64_t first = over_slots(board.times, earlier);
+    int all = kNoId;
+    for (int rank = kPieces - 1; rank >= 0; --rank) {
+        if (board.times[rank] == first) all = board.time_ids[rank];
     }
+    return all;
 }
 
-// The first id of a piece whose cumulated weight exceeds what is left of the target.
-__device__ __forceinline__ int locate(const SampleRows& p, int row, int split, int64_t left, const Summary& all, float temperature) {
-    const Probabilities probability = probabilities_of(p, row, all, temperature);
-    const Piece piece = piece_of(p.num_ids, split);
-    const int thread = threadIdx.x, share = (piece.end - piece.begin + kSampleThreads - 1) / kSampleThreads;
-    const int begin = piece.begin + thread * share, end = begin + share < piece.end ? begin + share : piece.end;
-    const float* logits = p.logits + row * p.row_stride;
-    const auto weight = [&](int id) { return fixed_point(probability(id, logits[id])); };
-    int64_t* sums = reinterpret_cast<int64_t*>(shared_memory());
-    int* found = reinterpret_cast<int*>(sums + kSampleThreads);
-    int64_t sum = 0;
-    for (int id = begin; id < end; ++id) sum += weight(id);
-    sums[thread] = sum;
-    if (thread == 0) *found = piece.end - 1;
-    sync_block();
-    int64_t before = 0;
-    for (int other = 0; other < thread; ++other) before += sums[other];
-    if (before <= left && left < before + sum) {
-        int id = begin;
-        for (int64_t passed = before; id < end; ++id) {
-            passed += weight(id);
+// The id on whose weight the number falls; kNoId in blocks that do not hold it.
+template <int kThreads>
+__device__ __forceinline__ int invert(const Piece& piece, int64_t number, float per_sum, Board<kThreads>& board) {
+    uint32_t sum = 0;
+    for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
+        const float4 e = piece.vector(v);
+        sum += (fixed_point(e.x * per_sum) + fixed_point(e.y * per_sum)) + (fixed_point(e.z * per_sum) + fixed_point(e.w * per_sum));
+    }
+    tell_all(over_block<kThreads>(sum, board.weight_scratch, [](uint32_t a, uint32_t b) { return a + b; }), board.weights);
+    sync_cluster();
+    int64_t total = 0;
+    for (int rank = 0; rank < kPieces; ++rank) total += board.weights[rank];
+    // floor(number / 2^53 * total) without overflow: 31 high bits and 22 low bits of the number.
+    int64_t left = ((number >> 22) * total + (((number & ((1 << 22) - 1)) * total) >> 22)) >> 31;
+    int owner = 0;
+    while (owner < kPieces - 1 && left >= board.weights[owner]) left -= board.weights[owner++];
+    if (owner != cluster_rank()) return kNoId;
+    const Share share = share_of<kThreads>(piece);
+    const auto weight = [&](int place) { return fixed_point(piece.values[place] * per_sum); };
+    uint32_t mine = 0;
+    for (int place = share.begin; place < share.end; ++place) mine += weight(place);
+    if (threadIdx.x == 0) board.found = piece.begin + piece.count - 1;
+    const int64_t before = sum_before<kThreads>(mine, board.buffer);
+    if (before <= left && left < before + mine) {
+        int place = share.begin;
+        for (int64_t passed = before; place < share.end; ++place) {
+            passed += weight(place);
             if (passed > left) break;
         }
-        *found = id;
+        board.found = piece.begin + place;
     }
     sync_block();
-    return *found;
+    return board.found;
 }
 
-__global__ void __launch_bounds__(kSampleThreads) decide(const SampleRows p) {
-    const int row = blockIdx.x, thread = threadIdx.x, mode = p.modes[row];
-    const float temperature = mode == kGreedy ? 1.0f : p.temperature[row];
-    const Summary all = summarise(p, row, temperature);
-    int id = all.id;
-    if (mode == kRace && all.top == all.top) {
-        double best = INFINITY;
-        for (int s = 0; s < kSplits; ++s) {
-            const double time = p.times[row * kSplits + s];
-            if (time < best) {
-                best = time;
-                id = p.time_ids[row * kSplits + s];
-            }
+template <int kThreads>
+__global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads) draw_rows(const SampleRows p) {
+    auto& board = *reinterpret_cast<Board<kThreads>*>(shared_memory());
+    auto& cuts = *reinterpret_cast<CutBoard<kThreads>*>(&board + 1);
+    float* values = p.top_p != nullptr ? reinterpret_cast<float*>(&cuts + 1) : reinterpret_cast<float*>(&cuts);
+    const int row = blockIdx.x / kPieces, rank = cluster_rank(), mode = p.modes[row];
+    const Piece piece = piece_of(p, values);
+    start_loads<kThreads>(piece, p.logits + row * p.row_stride);
+    sync_cluster();  // all blocks have begun: their memory may be written
+    const auto better = [](uint64_t a, uint64_t b) { return a > b ? a : b; };
+    tell_all(over_block<kThreads>(largest<kThreads>(piece), board.top_scratch, better), board.tops);
+    sync_cluster();
+    const uint64_t best = over_slots(board.tops, better);
+    const float top = logit_of(best);
+    int id = id_of(best);
+    bool writes = rank == 0;
+    if (mode != kGreedy && top > -INFINITY && top < INFINITY) {
+        const float temperature = p.temperature[row];
+        const auto plus = [](float a, float b) { return a + b; };
+        tell_all(over_block<kThreads>(exponentials<kThreads>(piece, top, 1.0f / temperature), board.sum_scratch, plus), board.sums);
+        sync_cluster();
+        const float per_sum = 1.0f / over_slots(board.sums, plus);
+        if (p.top_p != nullptr) {
+            const Cut cut = find_cut<kThreads>(p, row, piece, per_sum, cuts);
+            drop<kThreads>(piece, per_sum, cut, p.min_p[row] * per_sum);  // the largest probability is exp(0) of the sum
         }
-    } else if (mode == kInverse && all.top == all.top) {
-        int64_t total = 0;
-        for (int s = 0; s < kSplits; ++s) total += p.weights[row * kSplits + s];
-        const int64_t number = p.numbers[row];
-        // floor(number / 2^53 * total) without overflow: 31 high bits and 22 low bits of the number.
-        int64_t left = ((number >> 22) * total + (((number & ((1 << 22) - 1)) * total) >> 22)) >> 31;
-        int split = 0;
-        while (split < kSplits - 1 && left >= p.weights[row * kSplits + split]) left -= p.weights[row * kSplits + split++];
-        id = locate(p, row, split, left, all, temperature);
+        if (mode == kRace) {
+            id = race<kThreads>(piece, static_cast<uint64_t>(p.numbers[row]), per_sum, board);
+        } else {
+            id = invert<kThreads>(piece, p.numbers[row], per_sum, board);
+            writes = id != kNoId;
+        }
     }
-    if (thread == 0) {
+    if (writes && threadIdx.x == 0) {
         // A row without a finite maximum has no token; the id has to exist all the same.
         p.ids[row] = id >= 0 && id < p.num_ids ? id : 0;
-        p.best[row] = all.top;
+        p.best[row] = top;
     }
 }
 
 }  // namespace dix
 
-// Returns a cudaError_t.
-extern "C" int dix_sample_rows(const dix::SampleRows* p, void* stream) {
+// threads: of a block, 128, 256 or 512. Returns a cudaError_t.
+extern "C" int dix_sample_rows(const dix::SampleRows* p, int threads, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
     if (p->num_ids < 1) return cudaErrorInvalidValue;
     if (p->num_rows == 0) return cudaSuccess;
-    DIX_LAUNCH(survey, p->num_rows * kSplits, kSampleThreads, kSampleThreads * 12, s, *p);
-    if (p->top_p != nullptr) {
-        constexpr int kShared = (kCutThreads + 3) * 8 + 2 * kBins * 4;
-        DIX_LAUNCH(find_cuts, p->num_rows, kCutThreads, kShared, s, *p);
+    const int size = (p->num_ids + 4 * kPieces - 1) / (4 * kPieces) * 16, grid = p->num_rows * kPieces;
+#define DIX_DRAW(count)                                                                                                       \
+    if (threads == count) {                                                                                                   \
+        const int bytes = sizeof(Board<count>) + (p->top_p != nullptr ? sizeof(CutBoard<count>) : 0) + size;                  \
+        /* The attribute belongs to the device, not to the process. */                                                        \
+        const int status = cudaFuncSetAttribute(draw_rows<count>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);        \
+        if (status != cudaSuccess) return status;                                                                             \
+        DIX_LAUNCH_CLUSTERS(draw_rows<count>, kPieces, grid, count, bytes, s, *p);                                            \
+        return cudaGetLastError();                                                                                            \
     }
-    DIX_LAUNCH(weigh, p->num_rows * kSplits, kSampleThreads, kSampleThreads * 12, s, *p);
-    DIX_LAUNCH(decide, p->num_rows, kSampleThreads, kSampleThreads * 8 + 8, s, *p);
-    return cudaGetLastError();
+    DIX_DRAW(128)
+    DIX_DRAW(256)
+    DIX_DRAW(512)
+#undef DIX_DRAW
+    return cudaErrorInvalidValue;
 }

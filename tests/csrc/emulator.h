@@ -63,13 +63,20 @@ struct Meeting {
     int arrived = 0, round = 0;
     float* d[32];
     uint32_t a[32][4], b[32][2];
-    float shuffled[2][32];  // by turns: a lane may bring its next number before another has read the last
+    uint64_t shuffled[2][32];  // by turns: a lane may bring its next number before another has read the last
 };
 
+struct Barrier {
+    int arrived = 0, round = 0;
+};
+
+// The blocks of one cluster run together; without clusters that is one block.
 inline std::vector<Thread> threads;
 inline std::vector<Meeting> meetings;
-inline std::vector<unsigned char> shared;
-inline int current = 0, at_barrier = 0, barrier_round = 0;
+inline std::vector<Barrier> barriers;
+inline std::vector<std::vector<unsigned char>> shared;
+inline Barrier of_cluster;
+inline int current = 0, num_blocks = 1, first_block = 0;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
 
@@ -81,11 +88,30 @@ inline void entry() {
     pass();
 }
 
-inline void run_block(unsigned size) {
+inline int block() { return current / static_cast<int>(blockDim.x); }
+
+inline void meet(Barrier& barrier, int size) {
+    const int round = barrier.round;
+    if (++barrier.arrived == size) {
+        barrier.arrived = 0;
+        ++barrier.round;
+    } else {
+        while (barrier.round == round) pass();
+    }
+}
+
+// Runs the blocks from `first` on that form a cluster, each with so many bytes of shared memory.
+inline void run_cluster(int first, int blocks, size_t bytes) {
     constexpr size_t kStack = 128 * 1024;
+    const int size = blocks * static_cast<int>(blockDim.x);
+    first_block = first;
+    num_blocks = blocks;
     threads.resize(size);
     meetings = std::vector<Meeting>(size / 32);
-    at_barrier = barrier_round = 0;
+    barriers = std::vector<Barrier>(blocks);
+    of_cluster = {};
+    // Shared memory starts as garbage: all ones are NaN in bf16 and fp32.
+    shared.assign(blocks, std::vector<unsigned char>(bytes, 0xFF));
     for (Thread& thread : threads) {
         getcontext(&thread.context);
         thread.done = false;
@@ -99,10 +125,11 @@ inline void run_block(unsigned size) {
     }
     for (bool any = true; any;) {
         any = false;
-        for (current = 0; current < static_cast<int>(size); ++current) {
+        for (current = 0; current < size; ++current) {
             if (threads[current].done) continue;
             any = true;
-            threadIdx.x = current;
+            threadIdx.x = current % static_cast<int>(blockDim.x);
+            blockIdx.x = first + block();
             swapcontext(&scheduler, &threads[current].context);
         }
     }
@@ -132,8 +159,16 @@ inline uint16_t round_bits(float x) {
 
 }  // namespace emulator
 
-inline unsigned char* shared_memory() { return emulator::shared.data(); }
+inline unsigned char* shared_memory() { return emulator::shared[emulator::block()].data(); }
+inline int cluster_rank() { return emulator::block(); }
+inline void sync_cluster() { emulator::meet(emulator::of_cluster, static_cast<int>(emulator::threads.size())); }
+template <class T>
+T* of_rank(T* shared, int rank) {
+    const auto offset = reinterpret_cast<unsigned char*>(shared) - shared_memory();
+    return reinterpret_cast<T*>(emulator::shared[rank].data() + offset);
+}
 inline void copy_async16(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 16}); }
+inline void copy_async4(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 4}); }
 inline void copy_async8(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 8}); }
 inline void commit_copies() {
     auto& thread = emulator::threads[emulator::current];
@@ -173,17 +208,24 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     }
 }
 // Every lane of the warp has to come.
-inline float shuffle_xor(float x, int mask) {
+template <class T>
+T shuffle_xor(T x, int mask) {
     auto& m = emulator::meetings[emulator::current / 32];
     const int lane = emulator::current % 32, round = m.round;
-    m.shuffled[round % 2][lane] = x;
+    std::memcpy(&m.shuffled[round % 2][lane], &x, sizeof x);
     if (++m.arrived == 32) {
         m.arrived = 0;
         ++m.round;
     } else {
         while (m.round == round) emulator::pass();
     }
-    return m.shuffled[round % 2][lane ^ mask];
+    std::memcpy(&x, &m.shuffled[round % 2][lane ^ mask], sizeof x);
+    return x;
+}
+inline bool any_lane(bool x) {
+    int any = x;
+    for (int mask = 1; mask < 32; mask *= 2) any |= shuffle_xor(any, mask);
+    return any != 0;
 }
 inline float bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 inline uint16_t bf16_bits(float x) { return emulator::round_bits(x); }
@@ -201,29 +243,22 @@ inline uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
 inline uint32_t rotate_left(uint32_t x, int bits) { return std::rotl(x, bits); }
 inline void atomic_add_shared(unsigned* counter, unsigned value) { *counter += value; }
 inline float quick_log(float x) { return std::log(x); }
+
 inline int bits_of(float x) { return std::bit_cast<int>(x); }
 inline float value_of(int bits) { return std::bit_cast<float>(bits); }
 inline int atomic_add_shared(int* counter, int value) { return (*counter += value) - value; }
-inline void sync_block() {
-    const int round = emulator::barrier_round;
-    if (++emulator::at_barrier == static_cast<int>(emulator::threads.size())) {
-        emulator::at_barrier = 0;
-        ++emulator::barrier_round;
-    } else {
-        while (emulator::barrier_round == round) emulator::pass();
-    }
-}
+inline void sync_block() { emulator::meet(emulator::barriers[emulator::block()], static_cast<int>(blockDim.x)); }
 
 }  // namespace dix
 
-#define DIX_LAUNCH(kernel, grid, block, bytes, stream, ...)                                      \
-    do {                                                                                         \
-        gridDim.x = (grid);                                                                      \
-        blockDim.x = (block);                                                                    \
-        for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {                             \
-            /* Shared memory starts as garbage: all ones are NaN in bf16 and fp32. */            \
-            dix::emulator::shared.assign((bytes), 0xFF);                                         \
-            dix::emulator::body = [&] { kernel(__VA_ARGS__); };                                  \
-            dix::emulator::run_block(block);                                                     \
-        }                                                                                        \
+#define DIX_CLUSTER(size)
+#define DIX_LAUNCH_CLUSTERS(kernel, cluster, grid, block, bytes, stream, ...)            \
+    do {                                                                                 \
+        gridDim.x = (grid);                                                              \
+        blockDim.x = (block);                                                            \
+        dix::emulator::body = [&] { kernel(__VA_ARGS__); };                              \
+        for (unsigned first = 0; first < gridDim.x; first += (cluster)) {                \
+            dix::emulator::run_cluster(static_cast<int>(first), (cluster), (bytes));     \
+        }                                                                                \
     } while (false)
+#define DIX_LAUNCH(kernel, ...) DIX_LAUNCH_CLUSTERS(kernel, 1, __VA_ARGS__)

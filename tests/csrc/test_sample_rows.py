@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.draws import FIXED_ONE
-from engine.ops.cuda.sample_rows import run_rows
+from engine.ops.cuda import sample_rows
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
 from engine.random_keys import draws53, race_keys
 from tests.csrc.emulated import emulated_kernels
@@ -13,6 +13,11 @@ from tests.csrc.emulated import emulated_kernels
 @pytest.fixture(scope="module")
 def run():
     return emulated_kernels()
+
+
+def run_rows(run, stream, logits, wanted, num_ids):
+    """In blocks of 128 threads: here every thread costs time."""
+    return sample_rows.run_rows(run, stream, logits, wanted, num_ids, threads=128)
 
 
 @pytest.fixture(autouse=True)

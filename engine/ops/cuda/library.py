@@ -38,11 +38,7 @@ class SampleArguments(ctypes.Structure):
     """`SampleRows` of csrc/include/sample_rows.cuh, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "modes", "numbers", "ids", "best")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("tops", "top_ids", "sums", "times", "time_ids", "weights", "top_p", "top_k", "min_p", "cuts")
-        ),
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "modes", "numbers", "ids", "best", "top_p", "top_k", "min_p")),
         ("row_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("num_rows", "num_ids")),
     ]
@@ -78,7 +74,7 @@ class Kernels:
             tiles=bind(library, "dix_packed_tiles", [ctypes.POINTER(GemmArguments), *[number] * 3, pointer]),
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
-            sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),
+            sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), number, pointer]),
             scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
             num_processors=num_processors,
         )

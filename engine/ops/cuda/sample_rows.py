@@ -1,32 +1,42 @@
-"""Tokens from logits in three launches, survey, weigh and decide, or four with filters."""
+"""Tokens from logits in one launch that reads them once: a cluster of thread blocks keeps a row in its shared memory."""
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels, SampleArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
-from engine.ops.sample_rows import Draws
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws
+from engine.ops.triton.fallback import warn_once
 
-_SPLITS = 16  # as in csrc/include/sample_rows.cuh
+_THREADS = 256  # of a block; three blocks with their logits fit a multiprocessor at 129,280 ids
+MOST_IDS = 8 * 48 * 1024  # eight blocks of a cluster, 192 KiB of logits each
 
 
 def launch(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
-    """The op `sample_rows` on the current CUDA device."""
+    """The op `sample_rows` on the current CUDA device; the reference where a row does not fit a cluster, or there are none."""
+    if num_ids > MOST_IDS or not _has_clusters(logits.device):
+        warn_once("sample_rows", f"{num_ids} ids, of which clusters of SM90 hold {MOST_IDS}")
+        result: tuple[Tensor, Tensor] = SAMPLE_ROWS.reference(logits, draws, num_ids)
+        return result
     return run_rows(*machine(logits.device), logits, draws, num_ids)
 
 
-def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
-    """`launch` with the kernels given, which may be the emulated ones."""
+@cache
+def _has_clusters(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: int, threads: int = _THREADS) -> tuple[Tensor, Tensor]:
+    """`launch` with the kernels given, which may be the emulated ones. threads: of a block, 128, 256 or 512."""
     rows, device = logits.shape[0], logits.device
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
     assert logits.stride(1) == 1, f"rows are not contiguous: {logits.stride()}"
     ids, best = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)
-    wide = torch.empty(2, rows, _SPLITS, dtype=torch.int64, device=device)
-    narrow = torch.empty(4, rows, _SPLITS, dtype=torch.int32, device=device)
     temperature, modes, numbers = draws.temperature.contiguous(), draws.modes.contiguous(), draws.numbers.contiguous()
     arguments = SampleArguments(
         logits=logits.data_ptr(),
@@ -35,19 +45,12 @@ def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: i
         numbers=numbers.data_ptr(),
         ids=ids.data_ptr(),
         best=best.data_ptr(),
-        tops=narrow[0].data_ptr(),
-        top_ids=narrow[1].data_ptr(),
-        sums=narrow[2].data_ptr(),
-        times=wide[0].data_ptr(),
-        time_ids=narrow[3].data_ptr(),
-        weights=wide[1].data_ptr(),
         row_stride=logits.stride(0),
         num_rows=rows,
         num_ids=num_ids,
     )
     if draws.filters is not None:
         kept = [part.contiguous() for part in (draws.filters.top_p, draws.filters.top_k, draws.filters.min_p)]
-        cuts = torch.empty(rows, 2, dtype=torch.int32, device=device)
-        arguments.top_p, arguments.top_k, arguments.min_p, arguments.cuts = (part.data_ptr() for part in (*kept, cuts))
-    check_launch(run.sample(ctypes.byref(arguments), stream), "sample_rows")
+        arguments.top_p, arguments.top_k, arguments.min_p = (part.data_ptr() for part in kept)
+    check_launch(run.sample(ctypes.byref(arguments), threads, stream), "sample_rows")
     return ids, best
