@@ -45,7 +45,14 @@ def build_prefix_cache(
     if kv.blocks.device.type != "cpu" and num_bytes < kv.blocks.numel():
         log.warning("a host cache of %.1f GiB below %.1f GiB on the device only churns", num_bytes / 2**30, kv.blocks.numel() / 2**30)
     cache = PrefixCache(config, kv, limits.fingerprint, limits.keep_tokens, num_bytes=num_bytes, home=home)
-    if config.native_keys:
-        # It may have to be built first; until then Python hashes.
-        threading.Thread(target=cache.hash_compiled, args=(build_directory(config),), name="hicache-keys", daemon=True).start()
+    if config.native_keys or config.native_index:
+        threading.Thread(target=_compile, args=(config, cache), name="hicache-native", daemon=True).start()
     return cache
+
+
+def _compile(config: HiCacheConfig, cache: PrefixCache) -> None:
+    """Compiled code may have to be built first; until it is there Python hashes and looks up."""
+    if config.native_keys:
+        cache.hash_compiled(build_directory(config))
+    if config.native_index:
+        cache.index_compiled(build_directory(config))

@@ -189,7 +189,7 @@ class DiskTier:
     def _drop(self, entry: Entry) -> None:
         """Its bytes in the arena are no longer those that were stored."""
         index = self._cache.index
-        page = index.frames_by_key.get(entry.key, NONE)
+        page = index.find(entry.key)
         if page == NONE:
             return
         if entry.kind is Kind.PAGE:

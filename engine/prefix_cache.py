@@ -29,6 +29,8 @@ from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.native_keys import open_chain
+from hicache.native_page_map import open_page_map
+from hicache.page_map import PageMap
 from hicache.peers import PeerMatch
 from hicache.policy import Miss, align_down, chunk_states, restore_cap
 from hicache.restore_budget import RestoreBudget
@@ -90,6 +92,7 @@ class PrefixCache:
         self._herd = Herd(config, self._page_tokens, keep_tokens, clock)
         self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
         self._kept = KeptPrefixes(self.cache, clock)
+        self._next_map: Callable[[int], PageMap] | None = None
         self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
@@ -99,6 +102,10 @@ class PrefixCache:
     def hash_compiled(self, build_dir: Path) -> None:
         """Use the compiled hash of page keys from now on, if it can be had. From any thread: both give the same keys."""
         self._keys.chain = open_chain(build_dir)
+
+    def index_compiled(self, build_dir: Path) -> None:
+        """Keep the map of page keys in compiled code from the next step on, if it can be had. From any thread."""
+        self._next_map = open_page_map(build_dir)
 
     # -- admission ---------------------------------------------------------------------------------------------------------
 
@@ -160,6 +167,9 @@ class PrefixCache:
     def begin_step(self, *, decoding: bool = False) -> None:
         """A scheduling step begins: what it may restore is bounded, see `RestoreBudget`. Without this call there is no limit."""
         self._budget.begin_step(decoding=decoding)
+        if self._next_map is not None:
+            self.cache.index.use_map(self._next_map(self.cache.pool.num_frames))
+            self._next_map = None
         self.mover.settle()
         self.sources.step()
         for frames in self.mover.take_fresh():

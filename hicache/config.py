@@ -30,6 +30,7 @@ class HiCacheConfig:
     numa: str = knob("gpu", "Memory node of the arena beside a GPU: the GPU's, none for the kernel's choice, or a number.")
     huge_pages: str = knob("try", "Huge pages for the arena beside a GPU.", choices=("try", "off", "require"))
     native_keys: bool = knob(True, "Hash page keys with compiled code where the processor has SHA instructions.")
+    native_index: bool = knob(True, "Look stored pages up with compiled code, in half the memory.")
     build_dir: str = knob("", "Where native copy code is built; empty is the user's cache directory.")
     states_per_path: int = knob(6, "Most window states kept at forks of one path.", unit="states", ge=1)
     state_interval_tokens: int = knob(16384, "Distance of window states within a long prompt; 0 keeps none.", unit="tokens", ge=0)

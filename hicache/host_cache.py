@@ -145,7 +145,7 @@ class HostCache:
         pool, index = self.pool, self.index
         held = {owner: pool.count(owner) for owner in Owner}
         assert sum(held.values()) == pool.num_frames, f"frames do not add up: {held}"
-        pages = set(index.frames_by_key.values())
+        pages = set(index.pages())
         assert len(pages) == len(index)
         assert all(pool.owner(p) is Owner.PAGE for p in pages)
         states = [index.state_of[p] for p in pages if index.state_of[p] != NONE]

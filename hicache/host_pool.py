@@ -127,6 +127,11 @@ class FramePool:
         self._waiting: list[int] = []  # LEASED frames
 
     @property
+    def metadata_bytes(self) -> int:
+        """Bytes of the stack and of the owners, all frames free."""
+        return self._free.itemsize * self.num_frames + len(self._owner)
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

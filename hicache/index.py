@@ -1,4 +1,4 @@
-"""Which prefixes are stored: one hash map of page keys, prefix-closed, with recency lists and pins.
+"""Which prefixes are stored: a map of page keys, prefix-closed, with recency lists and pins.
 
 An entry's id is its frame (a state's is its first frame), so every attribute is one int array indexed by frame and there is no
 Python object per page: a collector pass over 600,000 entries would otherwise stop every open stream for 0.2 s.
@@ -12,11 +12,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from struct import Struct
 
-NONE = -1
-KEY_BYTES = 32
-_KEY = Struct(f"{KEY_BYTES}s")  # reads a key out of the buffer in one allocation
+from hicache.page_map import NONE as NONE
+from hicache.page_map import DictPageMap, PageMap
 
 
 class StateReason(IntEnum):
@@ -41,11 +39,10 @@ class PrefixIndex:
 
     def __init__(self, num_frames: int) -> None:
         self.num_frames = num_frames
-        self.frames_by_key: dict[bytes, int] = {}
+        self.map: PageMap = DictPageMap(num_frames)
         self.clock = 0
         self.num_states = 0
-        # Keys lie in one buffer: a list of 600,000 of them is a list that the collector walks.
-        self._keys, self._present = bytearray(KEY_BYTES * num_frames), bytearray(num_frames)
+        self._present = bytearray(num_frames)
         size = num_frames + 2
         self._pages, self._states = num_frames, num_frames + 1  # list heads; next of a head is the least recent entry
         self.parent, self.ref, self.num_children = _ints(size, NONE), _ints(size, 0), _ints(size, 0)
@@ -60,20 +57,29 @@ class PrefixIndex:
             self._prev[head] = self._next[head] = head
 
     def __len__(self) -> int:
-        return len(self.frames_by_key)
+        return len(self.map)
+
+    def use_map(self, new: PageMap) -> None:
+        """Keep keys in another, empty map from now on."""
+        frames = self.map.frames()
+        new.insert([self.map.key(frame) for frame in frames], frames)
+        self.map = new
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of all arrays, the map of keys excluded."""
+        """Bytes of all arrays and of the map of keys."""
         links = (self.parent, self.ref, self.num_children, self._prev, self._next, self.state_of, self._chain)
         facts = (self.position, self.first_token, self.last_token, self.stamp)
-        return sum(len(a) * a.itemsize for a in (*links, *facts)) + len(self.reason) + len(self._present) + len(self._keys)
+        return sum(len(a) * a.itemsize for a in (*links, *facts)) + len(self.reason) + len(self._present) + self.map.num_bytes
 
     def key(self, page: int) -> bytes:
         """The key under which `page` was inserted."""
         assert self._present[page], f"frame {page} holds no page"
-        key: bytes = _KEY.unpack_from(self._keys, KEY_BYTES * page)[0]
-        return key
+        return self.map.key(page)
+
+    def pages(self) -> list[int]:
+        """Frames of all pages that can be found, in no order."""
+        return self.map.frames()
 
     def check_page(self, page: int, tokens: Sequence[int], size: int) -> None:
         """A key cannot collide; a page of `size` tokens behind the wrong key would be a defect of ours, and its end tokens show it."""
@@ -85,14 +91,11 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Frames of the leading keys that are present."""
-        path: list[int] = []
-        get, append = self.frames_by_key.get, path.append
-        for key in keys:
-            frame = get(key)
-            if frame is None:
-                break
-            append(frame)
-        return path
+        return self.map.match(keys)
+
+    def find(self, key: bytes) -> int:
+        """The frame of one key, or -1."""
+        return next(iter(self.map.match([key])), NONE)
 
     def deepest_state(self, path: Sequence[int], num_pages: int) -> int:
         """The state at the deepest position among the first `num_pages` pages of `path`, or -1."""
@@ -168,24 +171,16 @@ class PrefixIndex:
         tokens: the whole prompt. The copies of the pages are already enqueued.
         """
         assert parent == NONE or self._present[parent], f"parent frame {parent} of page {first_page} is absent"
-        assert self.frames_by_key.keys().isdisjoint(keys), f"pages after page {first_page} are inserted twice"
         if not frames:
             return
+        self.map.insert(keys, frames)
         if parent != NONE:
             self.num_children[parent] += 1
-        stored, present, parent_of, position, ref, num_children = (
-            self._keys,
-            self._present,
-            self.parent,
-            self.position,
-            self.ref,
-            self.num_children,
-        )
+        present, parent_of, position, ref, num_children = self._present, self.parent, self.position, self.ref, self.num_children
         first_token, last_token = self.first_token, self.last_token
         begin = first_page * size
-        for frame, key in zip(frames, keys, strict=True):
+        for frame in frames:
             end = begin + size
-            stored[KEY_BYTES * frame : KEY_BYTES * (frame + 1)] = key
             present[frame] = 1
             parent_of[frame] = parent
             first_token[frame] = tokens[begin]
@@ -194,18 +189,16 @@ class PrefixIndex:
             ref[frame] = num_children[frame] = 1
             parent, begin = frame, end
         num_children[parent] = 0
-        self.frames_by_key.update(zip(keys, frames, strict=True))
 
     def adopt(self, frame: int, key: bytes, parent: int, position: int, first_token: int, last_token: int) -> None:
         """A page that a former owner of the arena left, below a present parent. Unpinned; `list_adopted` follows once for all."""
         assert parent == NONE or self._present[parent], f"parent frame {parent} of the page at {position} is absent"
-        self._keys[KEY_BYTES * frame : KEY_BYTES * (frame + 1)] = key
+        self.map.insert([key], [frame])
         self._present[frame] = 1
         self.parent[frame], self.position[frame] = parent, position
         self.first_token[frame], self.last_token[frame] = first_token, last_token
         if parent != NONE:
             self.num_children[parent] += 1
-        self.frames_by_key[key] = frame
 
     def list_adopted(self, frames: Sequence[int]) -> None:
         """Make adopted pages evictable, the deepest the least recent."""
@@ -260,22 +253,13 @@ class PrefixIndex:
         """Remove the least recent pages that were touched at `newest_stamp` or before, leaves first, until `need` frames are free or
         a state went along. Returns the frames to free, pages first in their order of removal."""
         head, succ, stamp = self._pages, self._next, self.stamp
-        by_key, key_at, stored, present, parent_of, children, state_of = (
-            self.frames_by_key,
-            _KEY.unpack_from,
-            self._keys,
-            self._present,
-            self.parent,
-            self.num_children,
-            self.state_of,
-        )
+        present, parent_of, children, state_of = self._present, self.parent, self.num_children, self.state_of
         freed: list[int] = []
         page, state = succ[head], NONE
         for _ in range(need):
             if page == head or stamp[page] > newest_stamp:
                 break
             assert not children[page], f"page frame {page} is the least recent one and has children"
-            del by_key[key_at(stored, KEY_BYTES * page)[0]]
             present[page] = 0
             parent = parent_of[page]
             if parent != NONE:
@@ -286,6 +270,8 @@ class PrefixIndex:
                 break
         succ[head] = page
         self._prev[page] = head
+        if freed:
+            self.map.remove(freed)
         return freed if state == NONE else freed + self.evict_state(state)
 
     def evict_state(self, state: int) -> list[int]:
@@ -300,12 +286,12 @@ class PrefixIndex:
         """Remove a page whose bytes are wrong and all pages below it. Pinned ones vanish from lookups now and free their frames
         with their last pin. Returns the frames to free now. O(entries): this is an alarm, not traffic."""
         below = {page}
-        for frame in sorted(self.frames_by_key.values(), key=self.position.__getitem__):
+        for frame in sorted(self.pages(), key=self.position.__getitem__):
             if self.parent[frame] in below:
                 below.add(frame)
         freed: list[int] = []
         for frame in sorted(below, key=self.position.__getitem__, reverse=True):
-            del self.frames_by_key[self.key(frame)]
+            self.map.remove([frame])
             self._dead.add(frame)
             if self.ref[frame] == 0:
                 self._unlink(frame)
@@ -317,7 +303,7 @@ class PrefixIndex:
         if page in self._dead:
             self._dead.discard(page)
         else:
-            del self.frames_by_key[self.key(page)]
+            self.map.remove([page])
         self._present[page] = 0
         frames = [page]
         state = self.state_of[page]

@@ -45,7 +45,7 @@ def _pages(cache: HostCache, found: dict[int, Record], intact: Callable[[int, Re
     for position, frame in sorted(described):
         record = found[frame]
         begin = kept.get(record.parent, -1) if record.parent != NONE else 0
-        if begin != position - size or record.key in cache.index.frames_by_key or not intact(frame, record):
+        if begin != position - size or cache.index.find(record.key) != NONE or not intact(frame, record):
             continue
         kept[frame] = position
         cache.index.adopt(frame, record.key, record.parent, position, record.first_token, record.last_token)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class RestoreBudget:
-    """A restore costs the time of its calls until its path is let go, and that of its copies by their bytes and the measured speed of the bus.
+    """A restore costs the time of its calls, until its path is let go, and that of its copies: their bytes by the bus's measured speed.
 
     most_bytes: per step; one restore always goes through. share: by which restores may lengthen the steps of others, 0 for no limit.
     gb_s: measured speed; 0 on a CPU, where the prefill behind a restore takes so much longer that waiting helps nobody.

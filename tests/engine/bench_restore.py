@@ -241,6 +241,8 @@ def make_cache(build_dir: Path, share: float, clock: Callable[[], float] = time.
     config = HiCacheConfig(build_dir=str(build_dir), pin="blocking", max_restore_share=share, herd_min_tokens=0)
     cache = PrefixCache(config, SizedKV(1024), "bench", KEEP, num_bytes=ARENA_BYTES, clock=clock)  # type: ignore[arg-type]
     cache.hash_compiled(build_dir)
+    cache.index_compiled(build_dir)
+    cache.begin_step()
     return cache
 
 

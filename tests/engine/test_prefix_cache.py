@@ -73,7 +73,7 @@ def assert_idle(cache: PrefixCache) -> None:
     assert cache.cache.pool.count(Owner.RESERVED) == 0
     assert not cache._planned
     assert not cache._active
-    assert all(cache.cache.index.ref[f] == 0 for f in cache.cache.index.frames_by_key.values())
+    assert all(cache.cache.index.ref[f] == 0 for f in cache.cache.index.pages())
 
 
 def test_identical_prompt_resumes_at_the_last_page_end_that_leaves_keep_tokens() -> None:

@@ -125,11 +125,12 @@ def test_evicted_frames_are_never_taken_over_as_what_they_were(tmp_path: Path) -
             base = rng.choice(PROMPTS)
             run(cache, base[: rng.randrange(9, 41)] + [rng.randrange(50) for _ in range(rng.randrange(12))])
         index = cache.cache.index
-        before = {index.key(frame): frame for frame in index.frames_by_key.values()}
+        before = {index.key(frame): frame for frame in index.pages()}
         states = index.num_states
         kill(cache)
         again = start(tmp_path, num_frames=40)
-        assert again.cache.index.frames_by_key == before
+        found = again.cache.index
+        assert {found.key(frame): frame for frame in found.pages()} == before
         assert again.cache.index.num_states == states
         assert again.cache.pool.count(Owner.PAGE) == len(before)
         kill(again)
@@ -167,7 +168,7 @@ def test_real_kill_at_a_random_moment_leaves_only_intact_pages(tmp_path: Path) -
         assert_idle(cache)
         assert cache.sources.recovery.pages > 100
         records, arena = cache.mover.records, cache.mover.arena
-        for frame in cache.cache.index.frames_by_key.values():
+        for frame in cache.cache.index.pages():
             record = records.read(frame)  # type: ignore[union-attr]
             assert record is not None
             assert record.kind is Kind.PAGE

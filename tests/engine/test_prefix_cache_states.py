@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Request, SamplingParams, Sequence
 from hicache.config import HiCacheConfig
 from hicache.index import StateReason
+from hicache.policy import restore_cap
 from hicache.restore_budget import RestoreBudget
 from tests.engine.test_prefix_cache import FRAME, KEEP, _ids, admit, assert_idle, make_cache, prefill, run
 from tests.hicache.fake_kv import FakeKV, make_sequence
@@ -36,7 +38,7 @@ def herd_cache(clock: Clock, **knobs: object) -> PrefixCache:
 def states(cache: PrefixCache) -> dict[int, str]:
     """Position -> reason of every state."""
     index = cache.cache.index
-    found = [index.state_of[page] for page in index.frames_by_key.values() if index.state_of[page] >= 0]
+    found = [index.state_of[page] for page in index.pages() if index.state_of[page] >= 0]
     return {index.position[s]: StateReason(index.reason[s]).name for s in found}
 
 
@@ -349,3 +351,23 @@ def test_three_refused_copies_in_a_row_switch_the_cache_off_and_the_model_goes_o
     assert cache.stats()["copy_errors_total"] == 3
     assert_idle(cache)
     cache.close()
+
+
+def test_compiled_map_of_pages_is_taken_into_use_in_the_middle_of_a_prefill_and_changes_nothing(tmp_path: Path) -> None:
+    cache = make_cache(num_frames=80)
+    run(cache, SHARED)
+    seq = make_sequence(next(_ids), SHARED + list(range(60)))
+    admit(cache, seq)
+    prefill(cache, seq, stop_after=2)
+    cache.index_compiled(tmp_path)
+    cache.begin_step()
+    if cache.cache.index.map.name == "python":
+        pytest.skip("no compiler")
+    prefill(cache, seq)
+    cache.finish(seq)
+    assert_idle(cache)
+    assert run(cache, list(seq.token_ids)).cached_tokens == restore_cap(len(seq.token_ids), KEEP, 4)
+    for number in range(20):
+        run(cache, [number] * 50)
+        assert_idle(cache)
+    assert cache.cache.evicted_pages > 40

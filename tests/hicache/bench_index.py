@@ -1,6 +1,7 @@
 """Cost of the index at the size of a 64 GiB arena: `python -m tests.hicache.bench_index`. CPU time, so that neighbours do not count.
 
-Prints one JSON line per operation: microseconds per page (median over paths of 781 pages = 100,000 tokens), bytes, milliseconds.
+The compiled map of pages and the dictionary take turns, path by path. Prints one JSON line per figure: microseconds per page (median over
+paths of 781 pages = 100,000 tokens), bytes, milliseconds. About a minute.
 """
 
 from __future__ import annotations
@@ -12,77 +13,120 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hicache.host_cache import HostCache
 from hicache.index import NONE
 from hicache.keys import KeySpace
 from hicache.native_keys import open_chain
+from hicache.native_page_map import open_page_map
+from hicache.page_map import DictPageMap
 from hicache.reservation import PageReservation
+from hicache.segment import RECORD_BYTES
 
 NUM_FRAMES, PAGES_PER_PATH, PAGE_TOKENS = 600_000, 781, 128
+EVICTIONS = 100
 
 
 def cpu_us(work: Callable[[], object]) -> float:
-    began = time.process_time_ns()
+    began = time.thread_time_ns()
     work()
-    return (time.process_time_ns() - began) / 1e3
+    return (time.thread_time_ns() - began) / 1e3
 
 
-def report(name: str, value: float, unit: str, target: float) -> None:
-    print(json.dumps({"schema": "dix.bench/1", "id": f"c.index.{name}", "value": round(value, 3), "unit": unit, "must": target}))
+def report(name: str, value: float, unit: str, target: float | None = None, **facts: object) -> None:
+    line = {"schema": "dix.bench/1", "id": f"c.index.{name}", "value": round(value, 3), "unit": unit, **facts}
+    print(json.dumps(line if target is None else {**line, "must": target}), flush=True)
 
 
-def main() -> None:
-    tokens = [i * 7919 % 129_280 for i in range(PAGE_TOKENS * PAGES_PER_PATH)]
-    space = KeySpace("bench", "", PAGE_TOKENS)
-    hashing = [cpu_us(lambda: space.page_keys(tokens)) for _ in range(9)]
-    report("hash_python", statistics.median(hashing) / PAGES_PER_PATH, "us/page", 2.0)
-    with tempfile.TemporaryDirectory() as scratch:
-        space.chain = open_chain(Path(scratch))
-    if space.chain is not None:
-        hashing = [cpu_us(lambda: space.page_keys(tokens)) for _ in range(9)]
-        report("hash", statistics.median(hashing) / PAGES_PER_PATH, "us/page", 2.0)
+class Subject:
+    """One cache, what its operations took, and paths of it that are looked up again."""
 
-    gc.collect()
-    gc.freeze()
-    cache = HostCache(NUM_FRAMES, PAGE_TOKENS, 13)
-    paths: list[list[bytes]] = []
-    inserting: list[float] = []
+    def __init__(self, cache: HostCache) -> None:
+        self.cache, self.kind = cache, cache.index.map.name
+        self.times_us: dict[str, list[float]] = {}
 
-    def insert(keys: list[bytes]) -> None:
-        with PageReservation(cache, len(keys)) as reservation:
+    def timed(self, operation: str, pages: int, work: Callable[[], object]) -> None:
+        self.times_us.setdefault(operation, []).append(cpu_us(work) / pages)
+
+    def insert(self, keys: Sequence[bytes], tokens: Sequence[int]) -> None:
+        with PageReservation(self.cache, len(keys)) as reservation:
             path = reservation.commit(NONE, keys, 0, tokens)
-        cache.unpin(path)
+        self.cache.unpin(path)
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        path = self.cache.index.match(keys)
+        assert len(path) == len(keys)
+        self.cache.index.pin(path)
+        self.cache.unpin(path)
+
+    def evict(self, count: int) -> None:
+        self.cache.make_room(self.cache.pool.num_free + count)
+
+
+def hashing(space: KeySpace, tokens: list[int]) -> float:
+    return statistics.median(cpu_us(lambda: space.page_keys(tokens)) for _ in range(9)) / PAGES_PER_PATH
+
+
+def run(subjects: list[Subject], tokens: list[int]) -> None:
+    paths: list[list[bytes]] = []
     for number in range(NUM_FRAMES // PAGES_PER_PATH):
         keys = [os.urandom(32) for _ in range(PAGES_PER_PATH)]
-        inserting.append(cpu_us(lambda keys=keys: insert(keys)))  # type: ignore[misc]
-        if number % 10 == 0:
+        for subject in subjects[:: 1 if number % 2 else -1]:
+            subject.timed("insert", len(keys), lambda keys=keys, subject=subject: subject.insert(keys, tokens))  # type: ignore[misc]
+        if number % 5 == 0:
             paths.append(keys)
-    report("insert", statistics.median(inserting) / PAGES_PER_PATH, "us/page", 2.0)
-
-    def touch(keys: list[bytes]) -> None:
-        path = cache.index.match(keys)
-        cache.index.pin(path)
-        cache.unpin(path)
-
-    touching = [cpu_us(lambda keys=keys: touch(keys)) for keys in paths]  # type: ignore[misc]
-    report("match_touch", statistics.median(touching) / PAGES_PER_PATH, "us/page", 2.0)
+    for number, keys in enumerate(paths):
+        for subject in subjects[:: 1 if number % 2 else -1]:
+            subject.timed("match_touch", len(keys), lambda keys=keys, subject=subject: subject.touch(keys))  # type: ignore[misc]
+            subject.timed("match", len(keys), lambda keys=keys, subject=subject: subject.cache.index.match(keys))  # type: ignore[misc]
     paths.clear()
-    report("collector_pause", cpu_us(gc.collect) / 1e3, "ms", 5.0)
-    free, evicted = cache.pool.num_free, 100_000
-    report("evict", cpu_us(lambda: cache.make_room(free + evicted)) / evicted, "us/page", 2.0)
-    report("metadata", cache.index.metadata_bytes / NUM_FRAMES, "B/page", 128)
-    report("metadata_map", map_bytes(cache.index.frames_by_key) / len(cache.index), "B/page", 128)
+    for pages in (PAGES_PER_PATH, 64, 1):
+        for number in range(EVICTIONS):
+            for subject in subjects[:: 1 if number % 2 else -1]:
+                subject.timed(f"evict_{pages}", pages, lambda pages=pages, subject=subject: subject.evict(pages))  # type: ignore[misc]
 
 
-def map_bytes(frames_by_key: dict[bytes, int]) -> int:
-    """What Python's map of keys costs on top of the arrays: its table, a key object and a number per page."""
-    key, frame = next(iter(frames_by_key.items()))
-    return sys.getsizeof(frames_by_key) + len(frames_by_key) * (sys.getsizeof(key) + sys.getsizeof(frame))
+def main() -> int:
+    tokens = [i * 7919 % 129_280 for i in range(PAGE_TOKENS * PAGES_PER_PATH)]
+    space = KeySpace("bench", "", PAGE_TOKENS)
+    report("hash_python", hashing(space, tokens), "us/page", 2.0)
+    with tempfile.TemporaryDirectory() as scratch:
+        space.chain, make_map = open_chain(Path(scratch)), open_page_map(Path(scratch))
+    if space.chain is not None:
+        report("hash", hashing(space, tokens), "us/page", 2.0)
+    if make_map is None:
+        print("no compiler: only the dictionary is measured", file=sys.stderr)
+    gc.collect()
+    gc.freeze()
+    subjects = []
+    for make in (make_map, DictPageMap):
+        if make is not None:
+            cache = HostCache(NUM_FRAMES, PAGE_TOKENS, 13)
+            cache.index.use_map(make(NUM_FRAMES))
+            subjects.append(Subject(cache))
+    run(subjects, tokens)
+    for subject in subjects:
+        for operation, times in subject.times_us.items():
+            report(operation, statistics.median(times), "us/page", 2.0, map=subject.kind, worst=round(max(times), 3))
+        refill(subject, tokens)
+        index, pool = subject.cache.index.metadata_bytes, subject.cache.pool.metadata_bytes
+        facts = {"map": subject.kind, "keys": round(subject.cache.index.map.num_bytes / NUM_FRAMES, 1), "pool": pool / NUM_FRAMES}
+        report("metadata", (index + pool) / NUM_FRAMES, "B/page", 128, **facts)
+    # One cache at a time is what a rank has.
+    while subjects:
+        report("collector_pause", cpu_us(gc.collect) / 1e3, "ms", 5.0, maps=[subject.kind for subject in subjects])
+        subjects.pop()
+    report("segment_record", RECORD_BYTES + 4, "B/page of shared memory, for other processes")
+    return 0
+
+
+def refill(subject: Subject, tokens: list[int]) -> None:
+    """A full arena again."""
+    while subject.cache.pool.num_free:
+        subject.insert([os.urandom(32) for _ in range(min(PAGES_PER_PATH, subject.cache.pool.num_free))], tokens)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

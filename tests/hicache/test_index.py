@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,12 +12,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hicache.host_cache import HostCache
-from hicache.index import NONE, PrefixIndex, StateReason
+from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
+from hicache.native_page_map import open_page_map
+from hicache.page_map import PageMap
 from hicache.policy import Victim, victim
 from hicache.reservation import PageReservation, StateReservation
 
 PAGE, STATE_FRAMES = 1, 3
+Make = Callable[[int], PageMap]
+
+
+@pytest.fixture(scope="session")
+def native_map(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    make = open_page_map(tmp_path_factory.mktemp("native"))
+    if make is None:
+        pytest.skip("no compiler")
+    return make
 
 
 class NaiveCache:
@@ -173,7 +185,7 @@ class Twins:
         assert self.real.pool.num_free == self.naive.free
         if deep:
             self.real.check()
-            assert set(self.real.index.frames_by_key) == {self.keys.page_keys(p)[-1] for p in self.naive.pages}
+            assert {self.real.index.key(page) for page in self.real.index.pages()} == {self.keys.page_keys(p)[-1] for p in self.naive.pages}
 
     def random_step(self, rng: random.Random) -> None:
         if not self.held or (len(self.held) < 4 and rng.random() < 0.3):
@@ -224,9 +236,12 @@ TwinMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestTwinMachine = TwinMachine.TestCase
 
 
-def run_twins(steps: int, seed: int, num_frames: int, every: int) -> None:
+def run_twins(steps: int, seed: int, num_frames: int, every: int, native_map: Make | None = None) -> None:
+    """native_map: taken into use after a third of the steps, as a rank does while it serves."""
     rng, twins = random.Random(seed), Twins(num_frames)
     for step in range(steps):
+        if native_map is not None and step == steps // 3:
+            twins.real.index.use_map(native_map(num_frames))
         twins.random_step(rng)
         twins.check(deep=step % every == 0)
     while twins.held:
@@ -240,25 +255,40 @@ def test_ten_thousand_random_operations_agree_with_the_model(num_frames: int) ->
     run_twins(3400, num_frames, num_frames, every=50)
 
 
+@pytest.mark.parametrize("num_frames", [7, 30, 90])
+def test_random_operations_agree_with_the_model_when_the_map_becomes_compiled_meanwhile(num_frames: int, native_map: Make) -> None:
+    run_twins(2000, num_frames + 1, num_frames, every=50, native_map=native_map)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_million_random_operations_agree_with_the_model() -> None:
+def test_a_million_random_operations_agree_with_the_model(native_map: Make) -> None:
     for seed, num_frames in enumerate((10, 40, 40, 120)):
-        run_twins(250_000, seed, num_frames, every=5000)
+        run_twins(250_000, seed, num_frames, every=5000, native_map=native_map if seed % 2 else None)
 
 
-def test_metadata_stays_below_128_bytes_per_page() -> None:
-    assert PrefixIndex(10_000).metadata_bytes / 10_000 <= 128
+def test_metadata_stays_below_128_bytes_per_page_of_a_full_arena(native_map: Make) -> None:
+    num_pages = 10_000
+    cache = HostCache(num_pages, 1, 1)
+    cache.index.use_map(native_map(num_pages))
+    keys = KeySpace("m", "f", 1).page_keys(range(num_pages))
+    with PageReservation(cache, num_pages) as reservation:
+        cache.unpin(reservation.commit(NONE, keys, 0, range(num_pages)))
+    assert (cache.index.metadata_bytes + cache.pool.metadata_bytes) / num_pages <= 100
 
 
-def test_collector_has_nothing_to_walk_however_many_pages_there_are() -> None:
+@pytest.mark.parametrize("kind", ["python", "native"])
+def test_collector_has_nothing_to_walk_however_many_pages_there_are(kind: str, native_map: Make) -> None:
     num_pages = 50_000
     cache = HostCache(num_pages, 1, 1)
+    if kind == "native":
+        cache.index.use_map(native_map(num_pages))
     keys = KeySpace("m", "f", 1).page_keys(range(num_pages))
     with PageReservation(cache, num_pages) as reservation:
         cache.unpin(reservation.commit(NONE, keys, 0, range(num_pages)))
     assert len(cache.index) == num_pages
-    walked = [value for value in vars(cache.index).values() if gc.is_tracked(value) and len(gc.get_referents(value)) > 100]
+    values = [*vars(cache.index).values(), *vars(cache.index.map).values()]
+    walked = [value for value in values if gc.is_tracked(value) and len(gc.get_referents(value)) > 100]
     assert walked == []
 
 
