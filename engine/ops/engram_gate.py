@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.fixed_rows import in_whole_vectors
+from engine.ops.fixed_rows import in_one_shape
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -36,7 +36,7 @@ def _reference(h: Tensor, kv: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _invariant(h: Tensor, kv: Tensor, weight: Tensor, eps: float) -> Tensor:
-    changed: Tensor = in_whole_vectors(lambda streams, looked_up: _reference(streams, looked_up, weight, eps), h, kv)
+    changed: Tensor = in_one_shape(lambda streams, looked_up: _reference(streams, looked_up, weight, eps), h, kv)
     return changed
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from engine.ops.dense_linear import DENSE_LINEAR
-from engine.ops.fixed_rows import in_whole_vectors
+from engine.ops.fixed_rows import in_groups, in_one_shape
 from engine.ops.q8 import q8
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
@@ -37,6 +37,12 @@ def expert_parts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tenso
 
 def _reference(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
     return expert_parts(x, ids, weights, w13, w2, limit, quantize).float().sum(1).to(x.dtype)
+
+
+def _invariant(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> Tensor:
+    parts = expert_parts(x, ids, weights, w13, w2, limit, quantize)
+    summed: Tensor = in_groups(lambda rows: rows.float().sum(1), parts)
+    return summed.to(x.dtype)
 
 
 def _choices(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bool) -> tuple[Tensor, Tensor]:
@@ -90,10 +96,10 @@ def _swiglu(both: Tensor, weights: Tensor, limit: float) -> Tensor:
 
 
 def _whole_swiglu(both: Tensor, weights: Tensor, limit: float) -> Tensor:
-    act: Tensor = in_whole_vectors(lambda part, factor: _swiglu(part, factor, limit), both, weights)
+    act: Tensor = in_one_shape(lambda part, factor: _swiglu(part, factor, limit), both, weights)
     return act
 
 
 CLAMPED_SWIGLU = Op("clamped_swiglu", reference=_swiglu, invariant={"reference": _whole_swiglu}, tolerance=Tolerance(fp32=2e-6, bf16=8e-3))
 
-EXPERT_MLP = Op("expert_mlp", reference=_reference, tolerance=Tolerance(fp32=4e-6, bf16=2e-2))
+EXPERT_MLP = Op("expert_mlp", reference=_reference, invariant={"reference": _invariant}, tolerance=Tolerance(fp32=4e-6, bf16=2e-2))

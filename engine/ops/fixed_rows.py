@@ -1,7 +1,7 @@
 """How batch-invariant mode calls libraries, whose order of a sum follows the shape of the call and not the row.
 
-Products are made in calls of one number of rows. Elementwise functions of a CPU treat what is left behind whole vectors by other code:
-rows are filled up, so that nothing is left. What an op's own kernels need for it, they say themselves.
+Products are made in calls of one number of rows, sums of a GPU too. Elementwise functions of a CPU treat what is left behind whole
+vectors by other code: rows are filled up, so that nothing is left. What an op's own kernels need for it, they say themselves.
 """
 
 from __future__ import annotations
@@ -73,20 +73,24 @@ def _agree(weight: Tensor, wide: bool) -> bool:
 _agreed: dict[tuple[torch.Size, torch.dtype, bool, torch.device], bool] = {}
 
 
-def in_whole_vectors(run: Callable[..., Any], *rows: Tensor) -> Any:
-    """run(*rows) over rows [T, ...] of a CPU filled up to whole vectors with copies of the last one; cut back to T."""
+def in_one_shape(run: Callable[..., Any], *rows: Tensor) -> Any:
+    """run(*rows) over rows [T, ...]: on a GPU in groups of one size, whose kernels follow the shape of a call; on a CPU filled up to whole
+    vectors, whose functions go by elements and by rows.
+    """
+    if rows[0].device.type != "cpu":
+        return in_groups(run, *rows)
     count = len(rows[0])
     missing = -count % _WHOLE
-    if not missing or not count or rows[0].device.type != "cpu":
+    if not missing or not count:
         return run(*rows)
     result = run(*(torch.cat((part, part[-1:].expand(missing, *part.shape[1:]))) for part in rows))
     return result[:count] if isinstance(result, Tensor) else tuple(part[:count] for part in result)
 
 
 def in_groups(run: Callable[..., Any], *rows: Tensor) -> Any:
-    """run(*rows) over rows [T, ...] of a GPU in groups of one size, for batched products, whose kernel follows the number of matrices.
+    """run(*rows) over rows [T, ...] of a GPU in groups of one size, for sums and batched products, whose kernels follow their number.
 
-    A CPU's are made matrix by matrix.
+    A CPU makes them row by row and matrix by matrix.
     """
     count, size = len(rows[0]), _ROWS[rows[0].device.type]
     if not count or rows[0].device.type == "cpu":

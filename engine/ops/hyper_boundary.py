@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from engine.ops.dense_linear import dense_linear
+from engine.ops.fixed_rows import in_groups
 from engine.ops.hyper_mixes import HYPER_MIXES
 from engine.ops.hyper_streams import COLLAPSE, EXPAND
 from engine.ops.registry import Op, check
@@ -65,13 +68,27 @@ def hyper_boundary(h: Tensor, written: Written | None, mixer: Mixer | None, pre:
 
 
 def _reference(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
+    return _with_statistic(_mean_square, h, written, mixer, pre, norm, eps)
+
+
+def _invariant(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
+    return _with_statistic(partial(in_groups, _mean_square), h, written, mixer, pre, norm, eps)
+
+
+def _mean_square(z: Tensor) -> Tensor:
+    return (z * z).mean(-1, keepdim=True)
+
+
+def _with_statistic(
+    mean_square: Callable[[Tensor], Tensor], h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float
+) -> Boundary:
     if written is not None:
         h = EXPAND(written.y, h, written.post, written.comb)
     x = RMS_NORM(COLLAPSE(h, pre), norm, eps)
     if mixer is None:
         return Boundary(h, x, None, None, None)
     z = h.float().flatten(1)
-    raw = dense_linear(z, mixer.fn) * ((z * z).mean(-1, keepdim=True) + eps).rsqrt()
+    raw = dense_linear(z, mixer.fn) * (mean_square(z) + eps).rsqrt()
     return Boundary(h, x, *HYPER_MIXES(raw, mixer.scale, mixer.base, mixer.num_iters, mixer.eps))
 
 
@@ -79,6 +96,6 @@ HYPER_BOUNDARY = Op(
     "hyper_boundary",
     reference=_reference,
     triton="engine.ops.triton.hyper_boundary:launch",
-    invariant={"triton": "engine.ops.triton.hyper_boundary:launch_invariant"},
+    invariant={"reference": _invariant, "triton": "engine.ops.triton.hyper_boundary:launch_invariant"},
     tolerance=Tolerance(fp32=4e-6, bf16=1e-2),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.ops.fixed_rows import in_groups, in_whole_vectors
+from engine.ops.fixed_rows import in_groups, in_one_shape
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -81,7 +81,7 @@ def _reference(raw: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: fl
 
 
 def _invariant(raw: Tensor, scale: Tensor, base: Tensor, num_iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    pre, post, a = in_whole_vectors(lambda rows: _parts(rows, scale, base, eps), raw)
+    pre, post, a = in_one_shape(lambda rows: _parts(rows, scale, base, eps), raw)
     return pre, post, in_groups(lambda rows: sinkhorn_tensors(rows, num_iters, eps), a)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.ops.fixed_rows import in_whole_vectors
+from engine.ops.fixed_rows import in_one_shape
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -26,7 +26,7 @@ def _reference(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _invariant(first: Tensor, second: Tensor) -> Tensor:
-    pooled: Tensor = in_whole_vectors(_reference, first, second)
+    pooled: Tensor = in_one_shape(_reference, first, second)
     return pooled
 
 

@@ -25,7 +25,8 @@ class Op:
     """A named operation. Calling it runs the selected implementation; `reference` is the definition.
 
     cuda, triton: `module:function` of the kernels' launches, or "" while there is none. invariant: backend -> what runs in its place in
-    batch-invariant mode. A backend that is not named there gives a row the same bits in every batch as it is; tests/ops hold it to that.
+    batch-invariant mode. A backend that is not named there gives a row the same bits in every batch as it is, on CPUs and GPUs; tests/ops
+    hold it to that.
     """
 
     def __init__(
@@ -43,11 +44,15 @@ class Op:
         self._invariant = dict(invariant or {})
         self._kernels = {backend: place for backend, place in (("cuda", cuda), ("triton", triton)) if place}
         self.backend = "reference"
-        self._run = reference
+        self._run = self._fallback = reference
         _OPS[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def fallback(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, for kernels that do not take some shape: in batch-invariant mode its invariant form."""
+        return self._fallback(*args, **kwargs)
 
     def backends(self) -> list[str]:
         """Implementations that exist, the best first."""
@@ -69,7 +74,10 @@ class Op:
         """
         if backend not in self.backends():
             raise ConfigError(f"op {self.name} has no backend {backend!r}", hint=f"choose one of: {', '.join(self.backends())}")
-        place: str | Callable[..., Any] = self.reference if backend == "reference" else self._kernels[backend]
+        reference = self._invariant.get("reference", self.reference) if invariant else self.reference
+        assert not isinstance(reference, str), "references are functions"
+        self._fallback = reference
+        place: str | Callable[..., Any] = reference if backend == "reference" else self._kernels[backend]
         if invariant:
             place = self._invariant.get(backend, place)
         if isinstance(place, str):

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from engine.ops.dense_linear import dense_linear
-from engine.ops.fixed_rows import in_whole_vectors
+from engine.ops.fixed_rows import in_one_shape
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
 
@@ -32,7 +32,7 @@ def _reference(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tens
 
 
 def _invariant(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    ids, weights = in_whole_vectors(lambda rows: _reference(rows, bias, k, scale), logits)
+    ids, weights = in_one_shape(lambda rows: _reference(rows, bias, k, scale), logits)
     return ids, weights
 
 

@@ -70,6 +70,11 @@ def random_ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(20, 4000) for _ in range(count)]
 
 
+def logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
+    """A copy: recorded steps write the next one's to the same place."""
+    return runner.run(batch).clone()
+
+
 def compute(seq: Seq, end: int) -> None:
     """Prefill up to `end` without logits: decoder truncation drops early rows."""
     seq.runner.run(Batch(StepKind.PREFILL, [seq.slice(end, LogitRows.NONE)]))
@@ -82,11 +87,11 @@ def test_a_decode_row_does_not_depend_on_its_neighbours_or_its_place(runner):
     for seq in seqs:
         compute(seq, len(seq.ids) - 1)
     slices = [seq.slice(len(seq.ids)) for seq in seqs]
-    alone = runner.run(Batch(StepKind.DECODE, slices[:1]))
+    alone = logits(runner, Batch(StepKind.DECODE, slices[:1]))
     for count in (2, 7, NEIGHBOURS + 1):
         order = [0, *rng.sample(range(1, len(seqs)), count - 1)]
         rng.shuffle(order)
-        rows = runner.run(Batch(StepKind.DECODE, [slices[i] for i in order]))
+        rows = logits(runner, Batch(StepKind.DECODE, [slices[i] for i in order]))
         assert torch.equal(rows[order.index(0)], alone[0])
 
 
@@ -113,9 +118,9 @@ def test_a_prompt_does_not_depend_on_its_chunks_or_on_prompts_beside_it(runner):
         wanted = last
     seq, beside = Seq(runner, ids[:399], 1), [Seq(runner, random_ids(rng, n), n) for n in (5, 60)]
     pieces = [one.slice(len(one.ids), LogitRows.LAST) for one in (beside[0], seq, beside[1])]
-    together = runner.run(Batch(StepKind.PREFILL, pieces))[1]
+    together = logits(runner, Batch(StepKind.PREFILL, pieces))[1]
     alone = Seq(runner, ids[:399], 2)
-    assert torch.equal(runner.run(Batch(StepKind.PREFILL, [alone.slice(399, LogitRows.LAST)]))[0], together)
+    assert torch.equal(logits(runner, Batch(StepKind.PREFILL, [alone.slice(399, LogitRows.LAST)]))[0], together)
 
 
 def test_drafts_do_not_depend_on_neighbours(runner):
@@ -129,10 +134,10 @@ def test_drafts_do_not_depend_on_neighbours(runner):
     assert torch.equal(together.confidence[4], alone.confidence[0])
 
 
-def answer(engine: Engine, ids: list[int], name: str, logits: list[torch.Tensor]) -> tuple[list[int], int]:
+def answer(engine: Engine, ids: list[int], name: str, kept: list[torch.Tensor]) -> tuple[list[int], int]:
     """Greedy tokens and cached prompt tokens; every step's logits are kept."""
     run, greedy = engine.runner.run, engine.runner.run_greedy
-    engine.runner.run = engine.runner.run_greedy = lambda batch: logits.append(run(batch)) or logits[-1]
+    engine.runner.run = engine.runner.run_greedy = lambda batch: kept.append(run(batch).clone()) or kept[-1]
     engine.add_request(Request(name, ids, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
     tokens, cached = [], 0
     while not tokens or not engine.idle:

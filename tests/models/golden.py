@@ -69,4 +69,4 @@ def prefill(seq, chunks, probe=None):
 def decode(seqs, rows=1, kind=StepKind.DECODE):
     """One step of `rows` tokens for each sequence; returns [B, rows, V]."""
     logits = seqs[0].runner.run(Batch(kind, [s.slice(s.done + rows) for s in seqs]))
-    return logits.unflatten(0, (len(seqs), rows))
+    return logits.clone().unflatten(0, (len(seqs), rows))  # recorded steps write the next one's to the same place

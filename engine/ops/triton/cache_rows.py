@@ -50,7 +50,7 @@ def _launch(op: Op, kind: int, row_bytes: int, x: Tensor) -> Tensor:
     width = x.shape[-1]
     if width & (width - 1) or width < 32:
         warn_once(op.name, f"a width of {width} is no power of two from 32")
-        packed: Tensor = op.reference(x)
+        packed: Tensor = op.fallback(x)
         return packed
     out = torch.empty(*x.shape[:-1], row_bytes, dtype=torch.uint8, device=x.device)
     rows = out.numel() // row_bytes

@@ -148,7 +148,7 @@ def compress(
     """The Triton twin of `compress_entries`, one kernel."""
     width, key_width = len(norm), len(keys.norm)
     if not (_fits("compress_entries", norm.dtype, width) and _fits("compress_entries", norm.dtype, key_width)):
-        COMPRESS_ENTRIES.reference(projected, pairs, norm, eps, rot, kv_rows, rows, keys)
+        COMPRESS_ENTRIES.fallback(projected, pairs, norm, eps, rot, kv_rows, rows, keys)
         return
     if not len(rows):
         return
@@ -169,7 +169,7 @@ def queries(q: Tensor, rot: Tensor) -> Tensor:
     """The Triton twin of `index_queries`."""
     rows, heads, width = q.shape
     if not _fits("index_queries", q.dtype, width):
-        reference: Tensor = INDEX_QUERIES.reference(q, rot)
+        reference: Tensor = INDEX_QUERIES.fallback(q, rot)
         return reference
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if rows:

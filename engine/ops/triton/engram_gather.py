@@ -41,7 +41,7 @@ def launch(rows: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype
     reason = _unfit(rows, table, scale, width)
     if scale is None or reason:
         warn_once("engram_gather", reason)
-        values: Tensor = ENGRAM_GATHER.reference(rows, table, scale, dtype)
+        values: Tensor = ENGRAM_GATHER.fallback(rows, table, scale, dtype)
         return values
     out = torch.empty(rows.shape[0], rows.shape[1] * width, dtype=dtype, device=rows.device)
     flat = rows.contiguous()

@@ -176,7 +176,7 @@ def launch(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor,
     rows, n, _ = h.shape
     if n != STREAMS or h.dtype != torch.bfloat16 or norm.dtype != torch.bfloat16:
         warn_once("hyper_boundary", f"{n} streams of {h.dtype}, the kernels take {STREAMS} of torch.bfloat16")
-        boundary: Boundary = HYPER_BOUNDARY.reference(h, written, mixer, pre, norm, eps)
+        boundary: Boundary = HYPER_BOUNDARY.fallback(h, written, mixer, pre, norm, eps)
         return boundary
     h, x, squares = write_back(h.contiguous(), written, pre.contiguous(), norm, eps, few=fixed or rows <= _FEW_ROWS)
     divided = FIXED if fixed else division(rows)

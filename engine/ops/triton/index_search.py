@@ -132,10 +132,10 @@ def search(
     """`launch` with the scores of another kernel. score: as `scores_of`."""
     rows, heads, width = query.q.shape
     if query.q.dtype is not torch.bfloat16 or rows == 0:
-        return INDEX_SEARCH.reference(query, keys, num_entries, topk, allowed, block_size, num_kept)
+        return INDEX_SEARCH.fallback(query, keys, num_entries, topk, allowed, block_size, num_kept)
     if width & (width - 1) or width < 32 or 2 * max(topk, num_kept) > CHUNK:
         warn_once("index_search", f"{heads} heads of width {width} with {topk} of {num_entries} entries and {num_kept} blocks")
-        return INDEX_SEARCH.reference(query, keys, num_entries, topk, allowed, block_size, num_kept)
+        return INDEX_SEARCH.fallback(query, keys, num_entries, topk, allowed, block_size, num_kept)
     allowed = None if allowed is None else allowed.contiguous()
     missing = padded_heads(heads) - heads
     if missing:  # heads of zeros with weight zero add exactly nothing

@@ -204,7 +204,7 @@ def launch(
     if q.dtype is not torch.bfloat16 or width & (width - 1) or not 64 <= width <= 512:
         if q.dtype is torch.bfloat16:
             warn_once("row_attention", f"a head width of {width} is no power of two from 64 to 512")
-        return ROW_ATTENTION.reference(q, rot, sources, sink, scale, splits)
+        return ROW_ATTENTION.fallback(q, rot, sources, sink, scale, splits)
     out, tile = torch.empty_like(q, memory_format=torch.contiguous_format), tuning.keys if width >= 256 else 32
     tiles = sum(triton.cdiv(source.index.shape[1], tile) for source in sources)
     groups = triton.cdiv(num_heads, _heads(num_heads))

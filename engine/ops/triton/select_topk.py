@@ -100,5 +100,5 @@ def launch(scores: Tensor, k: int) -> Tensor:
     """The Triton twin of `select_topk`: the same set, in ascending order."""
     if 2 * k > CHUNK:
         warn_once("select_topk", f"{k} picks are more than half of {CHUNK}")
-        return SELECT_TOPK.reference(scores, k)
+        return SELECT_TOPK.fallback(scores, k)
     return select_rows(scores if scores.stride(1) == 1 else scores.contiguous(), k).long()
