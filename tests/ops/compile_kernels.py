@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import triton
@@ -78,14 +79,17 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
 }
 
 
+# Kernels with layouts of their own, by module.
+_LAID_OUT = {"attend hopper": "row_attention_hopper", "attend roles": "row_attention_roles"}
+
+
 def compile_kernel(name: str) -> Any:
-    """The compiled kernel of `KERNELS`, or of "attend hopper"."""
+    """The compiled kernel of `KERNELS`, or of "attend hopper" and "attend roles"."""
     target = GPUTarget("cuda", 90, 32)
-    if name == "attend hopper":
+    if name in _LAID_OUT:
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        from engine.ops.triton.row_attention_hopper import attend
-
+        attend = import_module(f"engine.ops.triton.{_LAID_OUT[name]}").attend
         return triton.compile(_source(GluonASTSource, attend, _HOPPER, {"ALONE": False}), target=target, options={"num_warps": 8})
     kernel, types, constants, warps = KERNELS[name]
     return triton.compile(_source(ASTSource, kernel, types, constants), target=target, options={"num_warps": warps})
@@ -100,7 +104,7 @@ def _source(kind: Any, kernel: Any, types: Mapping[str, str], constants: Mapping
 
 
 def main() -> int:
-    for name in sys.argv[1:] or [*KERNELS, "attend hopper"]:
+    for name in sys.argv[1:] or [*KERNELS, *_LAID_OUT]:
         compiled = compile_kernel(name)
         products = compiled.asm["ptx"].count("wgmma.mma_async")
         print(f"{name:14s} {compiled.metadata.shared:7d} bytes shared, {products:3d} wgmma", flush=True)

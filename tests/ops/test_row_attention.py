@@ -139,14 +139,14 @@ def test_fp32_and_odd_widths_run_the_reference(device, kernel, caplog):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("form", [{"roles": True}, {"roles": False}, {"hopper": False}], ids=["roles", "hopper", "portable"])
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 128, 512), (8, 100, 300), (300, 128, 512), (3, 128, None), (2, 1, 1)])
-def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window, entries, splits, hopper):
+def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window, entries, splits, form):
     from engine.ops.triton.row_attention import Tuning
 
     problem = Problem(device, num_queries, REAL, window=window, entries=entries, num_rows=20_000)
-    assert problem.error(partial(kernel, tuning=Tuning(hopper=hopper)), splits) <= LIMIT
+    assert problem.error(partial(kernel, tuning=Tuning(**form)), splits) <= LIMIT
 
 
 @pytest.mark.gpu

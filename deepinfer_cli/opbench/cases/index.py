@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target, num_copies, relative_error
+from deepinfer_cli.opbench.case import Call, Case, Prepared, Setting, Target, num_copies, relative_error
 from engine.ops.cache_rows import entry_row_bytes, index_row_bytes, pack_index_rows, unpack_index_rows
 from engine.ops.compress_entries import COMPRESS_ENTRIES, IndexKeys, IndexPlaces, PairSource, compress_entries
 from engine.ops.index_scores import index_scores
@@ -16,8 +17,8 @@ from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, Paged
 from engine.ops.q4_index import q4_index
 from engine.ops.select_topk import SELECT_TOPK
 
-# Source: config keys `index_n_heads`, `index_head_dim`, `index_topk`; 128 entries of ratio 1 in a block of the released cache.
-_HEADS, _WIDTH, _TOPK, _PER_BLOCK = 32, 128, 512, 128
+# Source: config keys `index_n_heads`, `index_head_dim`, `index_topk`, `rms_norm_eps`; 128 entries of ratio 1 in a released block.
+_HEADS, _WIDTH, _TOPK, _PER_BLOCK, _EPS = 32, 128, 512, 128, 1e-20
 
 
 def _problem(setting: Setting, rows: int, context: int) -> tuple[IndexQuery, PagedIndexKeys]:
@@ -97,42 +98,62 @@ def _topk(rows: int, columns: int, target: Target) -> Case:
     return Case("k.topk", {"rows": rows, "columns": columns}, prepare, target)
 
 
+@dataclass(frozen=True, slots=True)
+class CompressProblem:
+    """A ratio-2 source layer behind its large product. inputs: products of both tokens of every entry, one set per call."""
+
+    inputs: list[torch.Tensor]
+    pairs: PairSource
+    norm: torch.Tensor
+    rot: torch.Tensor
+    kv_rows: torch.Tensor
+    number: torch.Tensor
+    keys: IndexKeys
+    num_bytes: int
+
+    def calls(self, run: Callable[..., None]) -> list[Call]:
+        return [partial(run, x, self.pairs, self.norm, _EPS, self.rot, self.kv_rows, self.number, self.keys) for x in self.inputs]
+
+    def wrong_share(self, run: Callable[..., None], reference: Callable[..., None]) -> float:
+        """Share of bytes that differ: a number on the edge between two codes may fall to either."""
+        blocks, rows = self.keys.places.blocks, self.kv_rows
+        found = []
+        for function in (reference, run):
+            rows.fill_(255)
+            blocks.zero_()
+            self.calls(function)[0]()
+            found.append((rows[self.number].clone(), blocks.clone()))
+        return max(float((got != want).float().mean()) for want, got in zip(*found, strict=True))
+
+
+def compress_problem(setting: Setting, tokens: int) -> CompressProblem:
+    width, key_width, per_block, rotary = (64, 32, 16, 8) if setting.small else (512, _WIDTH, 64, 32)
+    entries, device = max(1, tokens // 2), setting.device
+    pages = -(-entries // per_block)
+    kv_rows = torch.empty(pages * per_block, entry_row_bytes(width), dtype=torch.uint8, device=device)
+    blocks = torch.empty(pages, -(-per_block * index_row_bytes(key_width) // 128) * 128, dtype=torch.uint8, device=device)
+    number = torch.arange(entries, device=device)
+    places = IndexPlaces(blocks, 0, per_block, number // per_block, number % per_block)
+    rot = torch.polar(torch.ones(entries, rotary, device=device), number[:, None] * torch.rand(rotary, device=device))
+    ones, key_ones = setting.normal(width, std=0.0) + 1, setting.normal(key_width, std=0.0) + 1
+    wk = setting.normal(key_width, width, std=width**-0.5)
+    num_bytes = tokens * 2 * width * 4 + entries * (entry_row_bytes(width) + index_row_bytes(key_width)) + wk.numel() * 2
+    inputs = [setting.normal(2 * entries, 2 * width, dtype=torch.float32) for _ in range(min(16, num_copies(num_bytes, setting)))]
+    pairs = PairSource(inputs[0], None, 2 * number, 2 * number + 1)
+    return CompressProblem(inputs, pairs, ones, rot, kv_rows, number, IndexKeys(wk, key_ones, places), num_bytes)
+
+
 def _compress(tokens: int, target: Target) -> Case:
     """Everything of a ratio-2 source layer behind its large product: pool, norm, rotation, packing, the index product, its key."""
 
     def prepare(setting: Setting) -> Prepared:
-        width, key_width, per_block, rotary = (64, 32, 16, 8) if setting.small else (512, _WIDTH, 64, 32)
-        entries, device = max(1, tokens // 2), setting.device
         setting.select(COMPRESS_ENTRIES)
-        pages = -(-entries // per_block)
-        kv_rows = torch.empty(pages * per_block, entry_row_bytes(width), dtype=torch.uint8, device=device)
-        blocks = torch.empty(pages, -(-per_block * index_row_bytes(key_width) // 128) * 128, dtype=torch.uint8, device=device)
-        number = torch.arange(entries, device=device)
-        places = IndexPlaces(blocks, 0, per_block, number // per_block, number % per_block)
-        rot = torch.polar(torch.ones(entries, rotary, device=device), number[:, None] * torch.rand(rotary, device=device))
-        ones, key_ones = setting.normal(width, std=0.0) + 1, setting.normal(key_width, std=0.0) + 1
-        wk = setting.normal(key_width, width, std=width**-0.5)
-        keys = IndexKeys(wk, key_ones, places)
-        num_bytes = tokens * 2 * width * 4 + entries * (entry_row_bytes(width) + index_row_bytes(key_width)) + wk.numel() * 2
-        inputs = [setting.normal(2 * entries, 2 * width, dtype=torch.float32) for _ in range(min(16, num_copies(num_bytes, setting)))]
-        pairs = PairSource(inputs[0], None, 2 * number, 2 * number + 1)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            compress_entries(x, pairs, ones, 1e-20, rot, kv_rows, number, keys)
-            return kv_rows
+        problem = compress_problem(setting, tokens)
 
         def check() -> tuple[float, float]:
-            wanted_rows, wanted_blocks = torch.empty_like(kv_rows), torch.zeros_like(blocks)
-            wanted_keys = IndexKeys(wk, key_ones, replace(places, blocks=wanted_blocks))
-            COMPRESS_ENTRIES.reference(inputs[0], pairs, ones, 1e-20, rot, wanted_rows, number, wanted_keys)
-            kv_rows.fill_(255)
-            blocks.zero_()
-            run(inputs[0])
-            # A number on the edge between two codes may fall to either: the share of other bytes.
-            wrong = [float((got != want).float().mean()) for got, want in ((kv_rows[number], wanted_rows[number]), (blocks, wanted_blocks))]
-            return max(wrong), 0.02
+            return problem.wrong_share(COMPRESS_ENTRIES, COMPRESS_ENTRIES.reference), 0.02
 
-        return Prepared([partial(run, x) for x in inputs], num_bytes, check=check)
+        return Prepared(problem.calls(compress_entries), problem.num_bytes, check=check)
 
     return Case("k.compress", {"tokens": tokens}, prepare, target)
 

@@ -134,24 +134,31 @@ def _dense_case(rows: int, target: Target) -> Case:
     return Case("k.dense.decode", {"rows": rows}, prepare, target)
 
 
+def boundary_inputs(setting: Setting, rows: int, sets: int) -> list[tuple[Tensor, Written, Mixer, Tensor, Tensor, float]]:
+    """Arguments of `hyper_boundary`: streams and outputs of their own, one mixer."""
+    width = 64 if setting.small else _HIDDEN
+    mixer = Mixer(
+        setting.normal(24, 4 * width, std=0.02, dtype=torch.float32),
+        torch.ones(24, device=setting.device),
+        setting.normal(24, dtype=torch.float32),
+        20,
+        1e-6,
+    )
+    norm = setting.normal(width, std=0.1) + 1
+    made = []
+    for _ in range(sets):
+        post, pre = (setting.normal(rows, 4, dtype=torch.float32).sigmoid() for _ in range(2))
+        comb = setting.normal(rows, 4, 4, dtype=torch.float32).softmax(-1)
+        made.append((setting.normal(rows, 4, width), Written(setting.normal(rows, width), post, comb), mixer, pre, norm, _EPS))
+    return made
+
+
 def _mhc_case(rows: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         width = 64 if setting.small else _HIDDEN
         setting.select(HYPER_BOUNDARY)
         num_bytes = rows * width * 2 * (4 + 4 + 1 + 1) + 24 * 4 * width * 4
-        mixer = Mixer(
-            setting.normal(24, 4 * width, std=0.02, dtype=torch.float32),
-            torch.ones(24, device=setting.device),
-            setting.normal(24, dtype=torch.float32),
-            20,
-            1e-6,
-        )
-        norm = setting.normal(width, std=0.1) + 1
-        sets = []
-        for _ in range(num_copies(num_bytes, setting)):
-            post, pre = (setting.normal(rows, 4, dtype=torch.float32).sigmoid() for _ in range(2))
-            comb = setting.normal(rows, 4, 4, dtype=torch.float32).softmax(-1)
-            sets.append((setting.normal(rows, 4, width), Written(setting.normal(rows, width), post, comb), mixer, pre, norm, _EPS))
+        sets = boundary_inputs(setting, rows, num_copies(num_bytes, setting))
         calls = [partial(HYPER_BOUNDARY, *s) for s in sets]
         eager = [partial(HYPER_BOUNDARY.reference, *s) for s in sets]
 

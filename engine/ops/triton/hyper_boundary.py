@@ -41,12 +41,13 @@ def write_and_read(
         cols = first + tl.arange(0, COLS)
         mask = cols < width
         at = h + row * 4 * width + cols
-        h0 = tl.load(at, mask=mask, other=0.0)
-        h1 = tl.load(at + width, mask=mask, other=0.0)
-        h2 = tl.load(at + 2 * width, mask=mask, other=0.0)
-        h3 = tl.load(at + 3 * width, mask=mask, other=0.0)
+        # Old streams are read once: what has just been written should stay in the L2 cache for the mixes instead.
+        h0 = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+        h1 = tl.load(at + width, mask=mask, other=0.0, eviction_policy="evict_first")
+        h2 = tl.load(at + 2 * width, mask=mask, other=0.0, eviction_policy="evict_first")
+        h3 = tl.load(at + 3 * width, mask=mask, other=0.0, eviction_policy="evict_first")
         if HAS_Y:
-            out = tl.load(y + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+            out = tl.load(y + row * width + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             f0, f1, f2, f3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
             h0 = _written(f0, f1, f2, f3, out, post + row * 4, comb + row * 16)
             h1 = _written(f0, f1, f2, f3, out, post + row * 4 + 1, comb + row * 16 + 1)
@@ -82,9 +83,10 @@ def _written(f0, f1, f2, f3, out, post, comb):
 
 @triton.jit
 def mix(
-    z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+    z, fn, parts, num_rows, all_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32, parts: [splits, T, 32] fp32.
+    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32; parts: fp32 lines of 32, of which
+    `all_rows` lie between two splits of a row.
 
     SPLIT false multiplies fp32 as it is: Triton's interpreter would multiply the bits of bf16 numbers.
     """
@@ -108,7 +110,7 @@ def mix(
             acc = tl.dot(tile, high, acc)
         else:
             acc = tl.dot(tile.to(tl.float32), f, acc, input_precision="ieee")
-    line = parts + (split * num_rows + row[:, None]) * 32 + outputs[None, :]
+    line = parts + (split * all_rows + row[:, None]) * 32 + outputs[None, :]
     tl.store(line, acc, mask=(rows < num_rows)[:, None] & (outputs < 24)[None, :])
 
 
@@ -143,20 +145,28 @@ def balance(
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How `mix` divides its work: rows of a program, columns of a step, steps of a program."""
+    """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
+    `write_and_read` at a time. slab: rows whose streams are written and mixed before the next ones, while they are in the L2 cache;
+    0 for all.
+    """
 
     rows: int
     cols: int
     steps: int
+    chunk: int = 4096
+    slab: int = 0
 
 
 def division(rows: int) -> Division:
-    """Few rows: many short programs, for latency. Many rows: longer ones, so that the mixing matrix is read less often."""
+    """Few rows: many short programs and much of a row at once, for latency. Many rows: longer programs, so that the mixing matrix is
+    read less often, and shorter chunks, of which several rows fit a multiprocessor.
+    """
+    chunk = 4096 if rows <= _FEW_ROWS else 1024
     if rows <= 64:
-        return Division(16, 128, 2)
+        return Division(16, 128, 2, chunk)
     if rows <= 512:
-        return Division(16, 128, 8)
-    return Division(64, 64, 40)
+        return Division(16, 128, 8, chunk)
+    return Division(64, 64, 40, chunk)
 
 
 # Of batch-invariant mode: near the best for decode steps, while prefill reads the mixing matrix four times as often as it could.
@@ -165,53 +175,91 @@ FIXED = Division(16, 128, 4)
 
 def launch_invariant(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
     """`launch` with one division of its sums."""
-    return launch(h, written, mixer, pre, norm, eps, fixed=True)
+    return launch(h, written, mixer, pre, norm, eps, FIXED)
 
 
-def launch(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float, fixed: bool = False) -> Boundary:
+def launch(
+    h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float, divided: Division | None = None
+) -> Boundary:
     """The op `hyper_boundary`. Streams of another number or dtype than four of bf16 go to the reference, aloud.
 
-    fixed: any number of rows is divided in one way.
+    divided: of any number of rows; None for what suits their number.
     """
     rows, n, _ = h.shape
     if n != STREAMS or h.dtype != torch.bfloat16 or norm.dtype != torch.bfloat16:
         warn_once("hyper_boundary", f"{n} streams of {h.dtype}, the kernels take {STREAMS} of torch.bfloat16")
         boundary: Boundary = HYPER_BOUNDARY.fallback(h, written, mixer, pre, norm, eps)
         return boundary
-    h, x, squares = write_back(h.contiguous(), written, pre.contiguous(), norm, eps, few=fixed or rows <= _FEW_ROWS)
-    divided = FIXED if fixed else division(rows)
-    return Boundary(h, x, *(mixes(h, squares, mixer, eps, divided) if mixer is not None else (None, None, None)))
+    work = _Work.of(h.contiguous(), written, mixer, pre.contiguous(), norm, eps, divided or division(rows))
+    slab = work.divided.slab or max(1, rows)
+    for begin in range(0, rows, slab):
+        part = slice(begin, min(begin + slab, rows))
+        work.write_back(part)
+        work.mix(part)
+    return Boundary(work.new_h, work.x, *work.balance())
 
 
-def write_back(h: Tensor, written: Written | None, pre: Tensor, norm: Tensor, eps: float, few: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The streams, the next input, and the squares that `mixes` needs."""
-    rows, _, width = h.shape
-    x, squares = torch.empty(rows, width, dtype=h.dtype, device=h.device), torch.empty(rows, device=h.device)
-    new_h = torch.empty_like(h) if written is not None else h
-    # Arguments that a variant does not read are passed as some tensor.
-    y, post, comb = (written.y.contiguous(), written.post, written.comb) if written is not None else (x, pre, pre)
-    if rows:
-        # Few rows: much of a row at once, for latency. Many: several rows at a time on every multiprocessor.
-        block = min(triton.next_power_of_2(width), 4096 if few else 1024)
-        write_and_read[(rows,)](
-            h, y, post, comb, pre, norm, new_h, x, squares, width, eps, written is not None, block,
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Arguments and results of one boundary. squares: fp32 sums of all streams of a row; parts: see `mix`, None without a mixer."""
+
+    h: Tensor
+    written: Written | None
+    mixer: Mixer | None
+    pre: Tensor
+    norm: Tensor
+    eps: float
+    divided: Division
+    new_h: Tensor
+    x: Tensor
+    squares: Tensor
+    parts: Tensor | None
+
+    @staticmethod
+    def of(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float, divided: Division) -> _Work:
+        rows, n, width = h.shape
+        if written is not None:
+            written = Written(written.y.contiguous(), written.post, written.comb)
+        splits = triton.cdiv(n * width, divided.cols * divided.steps)
+        parts = torch.empty(splits, rows, _WIDTH, device=h.device) if mixer is not None else None
+        new_h = torch.empty_like(h) if written is not None else h
+        return _Work(
+            h, written, mixer, pre, norm, eps, divided, new_h, h.new_empty(rows, width), h.new_empty(rows, dtype=torch.float32), parts
+        )
+
+    def write_back(self, part: slice) -> None:
+        """New streams of some rows, their next input, and the squares that the mixes need."""
+        h, x, pre, width = self.h[part], self.x[part], self.pre[part], self.h.shape[2]
+        # Arguments that a variant does not read are passed as some tensor.
+        y, post, comb = (x, pre, pre)
+        if self.written is not None:
+            y, post, comb = self.written.y[part], self.written.post[part], self.written.comb[part]
+        block = min(triton.next_power_of_2(width), self.divided.chunk)
+        write_and_read[(len(h),)](
+            h, y, post, comb, pre, self.norm, self.new_h[part], x, self.squares[part], width, self.eps, self.written is not None, block,
             num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
         )  # fmt: skip
-    return new_h, x, squares
 
-
-def mixes(h: Tensor, squares: Tensor, mixer: Mixer, eps: float, divided: Division) -> tuple[Tensor, Tensor, Tensor]:
-    """pre, post and comb of the streams h."""
-    rows, n, width = h.shape
-    splits = triton.cdiv(n * width, divided.cols * divided.steps)
-    parts = torch.empty(splits, rows, _WIDTH, device=h.device)
-    pre, post, comb = (torch.empty(rows, *shape, device=h.device) for shape in ((n,), (n,), (n, n)))
-    if rows:
-        mix[triton.cdiv(rows, divided.rows), splits](
-            h, mixer.fn, parts, rows, n * width, divided.rows, divided.cols, divided.steps, not INTERPRETED, num_warps=4, num_stages=3
-        )
-        balance[(rows,)](
-            parts, squares, mixer.scale, mixer.base, pre, post, comb, rows, n * width, splits, mixer.num_iters, mixer.eps, eps,
-            triton.next_power_of_2(splits), num_warps=1,
+    def mix(self, part: slice) -> None:
+        """Products of the new streams of some rows with the mixing matrix."""
+        if self.mixer is None or self.parts is None:
+            return
+        z, divided = self.new_h[part].flatten(1), self.divided
+        rows, width = z.shape
+        mix[triton.cdiv(rows, divided.rows), len(self.parts)](
+            z, self.mixer.fn, self.parts[:, part], rows, len(self.h), width, divided.rows, divided.cols, divided.steps, not INTERPRETED,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
-    return pre, post, comb
+
+    def balance(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """pre, post and comb of all rows; None without a mixer."""
+        if self.mixer is None or self.parts is None:
+            return None, None, None
+        (splits, rows), n, mixer = self.parts.shape[:2], STREAMS, self.mixer
+        pre, post, comb = (torch.empty(rows, *shape, device=self.h.device) for shape in ((n,), (n,), (n, n)))
+        if rows:
+            balance[(rows,)](
+                self.parts, self.squares, mixer.scale, mixer.base, pre, post, comb, rows, n * self.h.shape[2], splits, mixer.num_iters,
+                mixer.eps, self.eps, triton.next_power_of_2(splits), num_warps=1,
+            )  # fmt: skip
+        return pre, post, comb

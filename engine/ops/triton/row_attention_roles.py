@@ -1,0 +1,250 @@
+"""`row_attention_hopper` with roles: four warps only fetch and decode rows, eight only multiply them.
+
+Decoded tiles of 64 keys pass from one role to the other through two buffers in shared memory; two barriers a buffer say that it is full or
+may be filled again. So a tile is decoded while the one before it goes through scores, softmax and output, and not only beside the latter.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from engine.ops.triton.decode_formats import SHRINK
+from engine.ops.triton.row_attention_hopper import (
+    _E2M1_EVEN,
+    _E2M1_ODD,
+    _E4M3_EVEN,
+    _E4M3_ODD,
+    _OUTPUT,
+    _QUERY,
+    _SCORES,
+    _SHARED,
+    D2,
+    ENTRY_BYTES,
+    HEADS,
+    R2,
+    WINDOW_BYTES,
+    N,
+    _as_words,
+    _barrier,
+    _index,
+    _spread,
+)
+
+# Registers of a thread that decodes; the threads that multiply get what is left of 65,536.
+DECODER_WARPS, DECODER_REGISTERS = gl.constexpr(4), gl.constexpr(136)
+
+# The raw rows of `row_attention_hopper` among four warps.
+_WINDOW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+_WINDOW_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
+_ENTRY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+_ENTRY_GROUPS = gl.constexpr(gl.BlockedLayout([1, 2, 2], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
+_ENTRY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _load_window(rows_ptr, index_ptr, columns, tile):
+    """Raw words int32 [N, 128] and exponents uint8 [N, 16] of one tile of window rows."""
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _WINDOW)).to(gl.int64), 1)
+    word = gl.expand_dims(gl.arange(0, D2 // 2, gl.SliceLayout(0, _WINDOW)), 0)
+    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (WINDOW_BYTES // 4) + word, mask=index >= 0, other=0)
+    flat: gl.constexpr = gl.SliceLayout(2, _WINDOW_GROUPS)
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
+    group = gl.expand_dims(gl.arange(0, D2 // 16, gl.SliceLayout(0, flat)), 0)
+    return words, gl.load(rows_ptr + index * WINDOW_BYTES + 2 * D2 + group, mask=index >= 0, other=0)
+
+
+@gluon.jit
+def _load_entries(rows_ptr, index_ptr, columns, tile):
+    """Raw words int32 [N, 64] and scales uint8 [N, 32] of one tile of entry rows."""
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _ENTRY)).to(gl.int64), 1)
+    word = gl.expand_dims(gl.arange(0, D2 // 4, gl.SliceLayout(0, _ENTRY)), 0)
+    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (ENTRY_BYTES // 4) + word, mask=index >= 0, other=0)
+    flat: gl.constexpr = gl.SliceLayout(2, _ENTRY_GROUPS)
+    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
+    group = gl.expand_dims(gl.arange(0, D2 // 8, gl.SliceLayout(0, flat)), 0)
+    return words, gl.load(rows_ptr + index * ENTRY_BYTES + D2 + group, mask=index >= 0, other=0)
+
+
+@gluon.jit
+def _store_window(words, exponents, even, odd):
+    field = gl.minimum(exponents.to(gl.int32) + 104, 255) << 7
+    scale = _spread(field, D2 // 2, _WINDOW_GROUPS, _WINDOW)
+    even.store(gl.inline_asm_elementwise(_E4M3_EVEN, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
+    odd.store(gl.inline_asm_elementwise(_E4M3_ODD, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
+
+
+@gluon.jit
+def _store_entries(words, scales, even, odd):
+    factor = (scales.to(gl.int32) << 20).to(gl.float32, bitcast=True) * 2.0**115 * 2.0**115
+    scale = _spread((factor.to(gl.int32, bitcast=True) >> 16) & 0xFFFF, D2 // 4, _ENTRY_GROUPS, _ENTRY)
+    low, high = gl.inline_asm_elementwise(_E2M1_EVEN, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    even.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
+    low, high = gl.inline_asm_elementwise(_E2M1_ODD, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    odd.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
+
+
+@gluon.jit
+def _hand_over(full):
+    """What this role has stored is there for the tensor cores: every thread fences, then one says so."""
+    fence_async_shared()
+    _barrier()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _decode(
+    window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys, full, empty
+):  # fmt: skip
+    """Tiles begin..last_window of the window, then first_entry..last_entry, each into the buffer whose turn it is."""
+    step = 0
+    words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(begin < last_window, W, 0), begin)
+    for tile in range(begin, last_window):
+        buffer = step & 1
+        mbarrier.wait(empty.index(buffer), ((step >> 1) & 1) ^ 1)
+        _store_window(words, exponents, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)))
+        _hand_over(full.index(buffer))
+        words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(tile + 1 < last_window, W, 0), tile + 1)
+        step += 1
+    pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry)
+    for tile in range(first_entry, last_entry):
+        buffer = step & 1
+        mbarrier.wait(empty.index(buffer), ((step >> 1) & 1) ^ 1)
+        _store_entries(pairs, scales, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)))
+        _hand_over(full.index(buffer))
+        pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(tile + 1 < last_entry, K, 0), tile + 1)
+        step += 1
+
+
+@gluon.jit
+def _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, tile, step, scale, m, den, oe, oo):
+    """One tile, as in `row_attention_hopper`. The buffer before it is given back when its product has ended."""
+    buffer = step & 1
+    present = _index(index_ptr, columns, tile, gl.SliceLayout(0, _SCORES)) >= 0
+    mbarrier.wait(full.index(buffer), (step >> 1) & 1)
+    ke, ko = keys.index(2 * buffer), keys.index(2 * buffer + 1)
+    scores = warpgroup_mma_init(gl.zeros([HEADS, N], gl.float32, _SCORES))
+    scores = warpgroup_mma(qe, ke.permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(qo, ko.permute((1, 0)), scores, is_async=True)
+    scores, oe, oo = warpgroup_mma_wait(0, deps=[scores, oe, oo])
+    _barrier()
+    mbarrier.arrive(empty.index(buffer ^ 1), count=1, pred=step > 0)
+    scores = gl.where(gl.expand_dims(present, 0), scores * scale, float("-inf"))
+    top = gl.maximum(m, gl.max(scores, 1))
+    shrink = gl.exp2(m - top)
+    p = gl.exp2(scores - gl.expand_dims(top, 1))
+    den = den * shrink + gl.sum(p, 1)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, _OUTPUT))
+    oe = oe * gl.expand_dims(shrink, 1)
+    oo = oo * gl.expand_dims(shrink, 1)
+    # Both warpgroups need the weights of all keys.
+    weights.store(p.to(gl.bfloat16))
+    fence_async_shared()
+    _barrier()
+    oe = warpgroup_mma(weights, ke, warpgroup_mma_init(oe), is_async=True)
+    oo = warpgroup_mma(weights, ko, warpgroup_mma_init(oo), is_async=True)
+    return top, den, oe, oo
+
+
+@gluon.jit
+def _multiply(
+    q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end, window_tiles,
+    row, split, splits, scale, queries, keys, weights, full, empty, ALONE: gl.constexpr,
+):  # fmt: skip
+    """Rotates the query, takes the tiles in the decoders' order, and writes the output or this part's share of it."""
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, _QUERY))
+    half = gl.arange(0, D2, gl.SliceLayout(0, _QUERY))
+    turned = half - (D2 - R2)
+    cos = gl.expand_dims(gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0), 0)
+    sin = gl.expand_dims(gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0), 0)
+    both = gl.load(q_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + gl.expand_dims(half, 0))
+    even, odd = (both << 16).to(gl.float32, bitcast=True), (both & -65536).to(gl.float32, bitcast=True)
+    queries.index(0).store((even * cos - odd * sin).to(gl.bfloat16))
+    queries.index(1).store((even * sin + odd * cos).to(gl.bfloat16))
+    fence_async_shared()
+    _barrier()
+    qe, qo = queries.index(0), queries.index(1)
+
+    m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
+    den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
+    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
+    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
+    # One loop for both sources: addresses of operands are kept for one copy of its body.
+    for tile in range(begin, end):
+        near = tile < window_tiles
+        index_ptr, columns = gl.where(near, window_index_ptr, entry_index_ptr), gl.where(near, W, K)
+        number = tile - gl.where(near, 0, window_tiles)
+        m, den, oe, oo = _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo)
+    even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
+
+    flat: gl.constexpr = gl.SliceLayout(1, _OUTPUT)
+    head = gl.arange(0, HEADS, flat)
+    half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, _OUTPUT)), 0)
+    m, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
+    if ALONE:
+        factor = gl.expand_dims(SHRINK / (den + gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - m)), 1)
+        even, odd = even * factor, odd * factor
+        turned = half - (D2 - R2)
+        cos = gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0)
+        sin = gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0)
+        low = (even * cos + odd * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        high = (odd * cos - even * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        gl.store(out_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + half, low | (high << 16))
+    else:
+        place = (row * splits + split) * HEADS + head
+        at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
+        gl.store(at, even)
+        gl.store(at + D2, odd)
+        gl.store(stat_ptr + place * 2, m)
+        gl.store(stat_ptr + place * 2 + 1, den)
+
+
+@gluon.jit
+def attend(
+    q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
+    W, K, per, scale, ALONE: gl.constexpr,
+):  # fmt: skip
+    """The arguments of `row_attention_hopper.attend`, eight warps of its own."""
+    row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
+    window_index_ptr += row * W
+    entry_index_ptr += row * K
+    window_tiles = gl.cdiv(W, N)
+    tiles = window_tiles + gl.cdiv(K, N)
+    begin, end = split * per, gl.minimum((split + 1) * per, tiles)
+    first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
+    last_window = gl.minimum(end, window_tiles)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], _SHARED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, N, D2], _SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, N], _SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=1)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end,
+                    window_tiles, row, split, splits, scale, queries, keys, weights, full, empty, ALONE,
+                ),
+            ),
+            (
+                _decode,
+                (
+                    window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys,
+                    full, empty,
+                ),
+            ),
+        ],
+        [DECODER_WARPS],
+        [DECODER_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Forms of a kernel against each other on a GPU: `python -m tests.gpu.sweep OUT [boundary|attention|compress ...]`. Under 100 s.
+
+Every kernel's forms run in a process of their own, so that one that hangs or dies costs its own time only. Each form is compared with the
+reference before it is timed, and the forms of a kernel are timed side by side. Prints one table; what wins becomes the default by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from deepinfer_cli.opbench.case import Call, Setting, relative_error
+from deepinfer_cli.opbench.timing import time_side_by_side
+
+LIMIT_S = 45
+# Forms of a kernel at one size: name -> calls on one input set each; and what tells how wrong the first call is.
+Forms = Mapping[str, tuple[Sequence[Call], Callable[[], float]]]
+
+
+def boundary(setting: Setting) -> dict[str, Forms]:
+    from deepinfer_cli.opbench.cases.moe import boundary_inputs
+    from engine.ops.hyper_boundary import HYPER_BOUNDARY
+    from engine.ops.triton.hyper_boundary import Division, launch
+
+    tried = [
+        Division(64, 64, 40, 1024), Division(64, 64, 40, 2048), Division(64, 64, 40, 512), Division(64, 64, 20, 1024, 512),
+        Division(64, 64, 20, 1024, 768), Division(64, 64, 40, 1024, 1024), Division(64, 64, 20, 1024, 1024),
+        Division(128, 64, 20, 1024, 1024),
+        Division(64, 64, 40, 1024, 2048), Division(128, 64, 40, 1024, 2048),
+    ]  # fmt: skip
+    rows = 2 if setting.small else 4096
+    sets = boundary_inputs(setting, rows, 1)
+    wanted = HYPER_BOUNDARY.reference(*sets[0])
+
+    def form(divided: Division) -> tuple[Sequence[Call], Callable[[], float]]:
+        calls = [partial(launch, *inputs, divided) for inputs in sets]
+        return calls, lambda: max(relative_error(getattr(calls[0](), name), getattr(wanted, name)) for name in ("h", "x", "comb"))
+
+    return {f"boundary, {rows} rows": {str(divided)[8:]: form(divided) for divided in tried}}
+
+
+def attention(setting: Setting) -> dict[str, Forms]:
+    from deepinfer_cli.opbench.cases.attention import make_problem
+    from engine.ops.row_attention import ROW_ATTENTION, PackedKeys
+    from engine.ops.triton.row_attention import Tuning, launch
+
+    found: dict[str, Forms] = {}
+    for rows, splits in ((8, (0, 5)), (64, (0, 1)), (256, (0,)), (1536, (0,)), (4096, (0,))):
+        shared = rows == 4096
+        problems = [make_problem(setting, 4 if setting.small else rows, shared) for _ in range(2 if rows <= 64 else 1)]
+        q, rot, sources, sink = problems[0]
+        few = [PackedKeys(s.rows, s.index[:8].contiguous()) for s in sources]
+        scale = q.shape[2] ** -0.5
+        wanted = ROW_ATTENTION.reference(q[:8].float(), rot[:8], few, sink, scale, 0)
+
+        def form(splits: int, tuning: Tuning, problems=problems, wanted=wanted, scale=scale) -> tuple[Sequence[Call], Callable[[], float]]:
+            calls = [partial(launch, *problem, scale, splits, tuning) for problem in problems]
+            return calls, lambda: relative_error(calls[0]()[:8], wanted)
+
+        forms = {f"roles={roles} splits={n}": form(n, Tuning(roles=roles)) for n in splits for roles in (False, True)}
+        found[f"attention, {rows} rows{', one sequence' if shared else ''}"] = forms
+    return found
+
+
+def compress(setting: Setting) -> dict[str, Forms]:
+    from deepinfer_cli.opbench.cases.index import compress_problem
+    from engine.ops.compress_entries import COMPRESS_ENTRIES
+    from engine.ops.triton.compress_entries import Tuning
+    from engine.ops.triton.compress_entries import compress as launch
+
+    found: dict[str, Forms] = {}
+    for tokens in (8,) if setting.small else (8, 4096):
+        problem = compress_problem(setting, tokens)
+        tried = [
+            Tuning(),
+            Tuning(warps=8),
+            Tuning(step=64, stages=4),
+            Tuning(step=256, stages=2),
+            Tuning(32, 64, 16, 3),
+            Tuning(32, 128, 16, 2),
+        ]
+
+        def form(tuning: Tuning, problem=problem) -> tuple[Sequence[Call], Callable[[], float]]:
+            run = partial(launch, tuning=tuning)
+            return problem.calls(run), lambda: problem.wrong_share(run, COMPRESS_ENTRIES.reference)
+
+        found[f"compress, {tokens} tokens"] = {str(tuning)[6:]: form(tuning) for tuning in tried}
+    return found
+
+
+KERNELS = {"attention": attention, "boundary": boundary, "compress": compress}
+
+
+@torch.inference_mode()
+def sweep(kernel: str, device: str, out: Path) -> None:
+    setting = Setting(device, small=device == "cpu")
+    lines = []
+    for title, forms in KERNELS[kernel](setting).items():
+        print(title, flush=True)
+        right: dict[str, Sequence[Call]] = {}
+        for name, (calls, wrong) in forms.items():
+            try:
+                error = wrong()
+            except Exception as problem:  # a form may not fit the machine; the others still count
+                print(f"  {name:60s} {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+                continue
+            print(f"  {name:60s} error {error:.1e}", flush=True)
+            right |= {name: calls} if error <= 5e-2 else {}
+        if not right:
+            continue
+        first = next(iter(right))
+        for name, times in time_side_by_side(right | {f"{first} again": right[first]}, device).items():
+            lines.append({"case": title, "form": name, **times.plain()})
+            print(f"  {name:60s} {times.median:9.1f} us", flush=True)
+        (out / f"sweep-{kernel}.json").write_text(json.dumps(lines, indent=1))
+
+
+def main() -> int:
+    out, *rest = Path(sys.argv[1]), *sys.argv[2:]
+    device = "cpu" if "cpu" in rest else "cuda"
+    out.mkdir(parents=True, exist_ok=True)
+    if "alone" in rest:
+        sweep(rest[0], device, out)
+        return 0
+    failed = 0
+    for kernel in [name for name in rest if name in KERNELS] or list(KERNELS):
+        began = time.monotonic()
+        try:
+            code = subprocess.run([sys.executable, "-m", "tests.gpu.sweep", str(out), kernel, "alone", device], timeout=LIMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        failed += code != 0
+        print(f"{kernel}: status {code} after {time.monotonic() - began:.0f} s", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
