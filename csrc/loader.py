@@ -101,7 +101,7 @@ def command(library: Library, compiler: str, target: Path) -> list[str]:
     """The compiler's command line."""
     sources = [str(ROOT / source) for source in library.sources]
     if library.arch:
-        own = ["-O3", "-std=c++20", f"-arch={library.arch}", "-Xcompiler=-fPIC", "-lineinfo"]
+        own = ["-O3", "-std=c++20", f"-arch={library.arch}", "-Xcompiler=-fPIC", "-lineinfo", "--threads=0"]
     else:
         own = ["-O3", "-std=c++20", "-fPIC", "-Wall"]
     return [compiler, *own, "-shared", f"-I{INCLUDE}", *library.flags, "-o", str(target), *sources]

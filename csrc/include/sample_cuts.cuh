@@ -58,12 +58,9 @@ __device__ __forceinline__ void find_bin(CutBoard<kThreads>& board, int bins, in
         const int64_t count_after = count_here + counts[i], mass_after = mass_here + masses[i];
         const bool open = count_here < count_limit && mass_here <= most;
         if (open && counts[i] != 0 && (count_after >= count_limit || mass_after > most)) {
-            for (int rank = 0; rank < kPieces; ++rank) {
-                int64_t* found = of_rank(board.found, rank);
-                found[0] = bins - 1 - (first + i);
-                found[1] = count_here;
-                found[2] = mass_here;
-            }
+            set_all<kPieces>(&board.found[0], int64_t{bins - 1 - (first + i)});
+            set_all<kPieces>(&board.found[1], count_here);
+            set_all<kPieces>(&board.found[2], mass_here);
         }
         count_here = count_after;
         mass_here = mass_after;
@@ -105,7 +102,7 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
     int64_t stay = count_limit - count_before;
     if (weight > 0 && (most - mass_before) / weight + 1 < stay) stay = (most - mass_before) / weight + 1;
     const auto tied = [&](int place) { return bits_of(piece.values[place] * per_sum) == prefix; };
-    const Share share = share_of<kThreads>(piece);
+    const Share share = share_of<kThreads>(piece.count);
     uint32_t ties = 0;
     for (int place = share.begin; place < share.end; ++place) ties += tied(place);
     if (thread == 0) board.cut_id = kNoId;
@@ -120,7 +117,7 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
             for (; place < share.end; ++place) {
                 if (tied(place) && ++before == stay) break;
             }
-            for (int other = 0; other < kPieces; ++other) *of_rank(&board.cut_id, other) = piece.begin + place;
+            set_all<kPieces>(&board.cut_id, piece.begin + place);
         }
     }
     sync_cluster();

@@ -207,7 +207,7 @@ __device__ __forceinline__ int invert(const Piece& piece, int64_t number, float 
     int owner = 0;
     while (owner < kPieces - 1 && left >= board.weights[owner]) left -= board.weights[owner++];
     if (owner != cluster_rank()) return kNoId;
-    const Share share = share_of<kThreads>(piece);
+    const Share share = share_of<kThreads>(piece.count);
     const auto weight = [&](int place) { return fixed_point(piece.values[place] * per_sum); };
     uint32_t mine = 0;
     for (int place = share.begin; place < share.end; ++place) mine += weight(place);

@@ -33,4 +33,10 @@ def _reference(scores: Tensor, k: int) -> Tensor:
     return index.masked_fill_(values == float("-inf"), -1)
 
 
-SELECT_TOPK = Op("select_topk", reference=_reference, triton="engine.ops.triton.select_topk:launch", tolerance=Tolerance())
+SELECT_TOPK = Op(
+    "select_topk",
+    reference=_reference,
+    triton="engine.ops.triton.select_topk:launch",
+    cuda="engine.ops.cuda.select_topk:launch",
+    tolerance=Tolerance(),
+)

@@ -21,7 +21,7 @@ from engine.ops.select_topk import SELECT_TOPK
 _HEADS, _WIDTH, _TOPK, _PER_BLOCK, _EPS = 32, 128, 512, 128, 1e-20
 
 
-def _problem(setting: Setting, rows: int, context: int) -> tuple[IndexQuery, PagedIndexKeys]:
+def problem(setting: Setting, rows: int, context: int) -> tuple[IndexQuery, PagedIndexKeys]:
     """Every row has its own sequence of full length; blocks lie in scrambled order."""
     heads, width, per_block = (16, 32, 16) if setting.small else (_HEADS, _WIDTH, _PER_BLOCK)
     pages, size = -(-context // per_block), per_block * index_row_bytes(width)
@@ -54,7 +54,7 @@ def _score_kernels() -> tuple[Any, dict[str, Any]]:
 def _scores(rows: int, context: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         count, length = (min(rows, 3), 100) if setting.small else (rows, context)
-        query, keys = _problem(setting, count, length)
+        query, keys = problem(setting, count, length)
         heads, width = query.q.shape[1:]
         num_bytes = count * length * index_row_bytes(width)
         flops = 2 * count * length * heads * width

@@ -1,4 +1,4 @@
-"""Index search whose scores come from the tensor cores of native code; what is picked from them, and how, is the Triton twin's."""
+"""Index search by native code: scores from the tensor cores, top-k from clusters of blocks. The Triton twin puts them together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.ops.cuda.device import has_clusters
 from engine.ops.cuda.library import Kernels, ScoreArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
+from engine.ops.cuda.select_topk import select_rows
 from engine.ops.index_search import IndexQuery, PagedIndexKeys, padded_heads
 
 # Thread blocks per multiprocessor: three fit, and as many again even out rows of different lengths.
@@ -24,10 +26,12 @@ def launch(
     """The op `index_search` on the current CUDA device. Shapes without native code run the Triton twin."""
     from engine.ops.triton import index_search as portable
 
-    score = portable.scores_of
+    score, select = portable.scores_of, portable.select_rows
     if query.q.dtype is torch.bfloat16 and fits(query, keys, block_size):
         score = partial(scores_of, *machine(query.q.device))
-    return portable.search(score, query, keys, num_entries, topk, allowed, block_size, num_kept)
+    if has_clusters(query.q.device):
+        select = partial(select_rows, *machine(query.q.device))
+    return portable.search(score, select, query, keys, num_entries, topk, allowed, block_size, num_kept)
 
 
 def fits(query: IndexQuery, keys: PagedIndexKeys, block_size: int) -> bool:

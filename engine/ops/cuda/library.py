@@ -1,4 +1,4 @@
-"""The compiled kernels of packed weights and of sampling: built once per GPU architecture, bound with checked argument types."""
+"""The compiled kernels of packed weights, index search and sampling: built once per GPU architecture, argument types checked."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SOURCES = (
     "kernels/expert_sum.cu",
     "kernels/sample_rows.cu",
     "kernels/index_scores.cu",
+    "kernels/select_topk.cu",
 )
 
 
@@ -54,6 +55,16 @@ class ScoreArguments(ctypes.Structure):
     ]
 
 
+class SelectArguments(ctypes.Structure):
+    """`SelectRows` of csrc/kernels/select_topk.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("scores", "count", "out", "out64")),
+        ("stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("num_rows", "columns", "k", "width", "room")),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Bound launches; each returns a CUDA status. num_processors: multiprocessors of the device."""
@@ -64,6 +75,7 @@ class Kernels:
     sum: Callable[..., int]
     sample: Callable[..., int]
     scores: Callable[..., int]
+    select: Callable[..., int]
     num_processors: int
 
     @staticmethod
@@ -76,6 +88,7 @@ class Kernels:
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), number, pointer]),
             scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
+            select=bind(library, "dix_select_topk", [ctypes.POINTER(SelectArguments), number, number, pointer]),
             num_processors=num_processors,
         )
 

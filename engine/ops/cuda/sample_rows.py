@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from engine.ops.cuda.device import has_clusters
 from engine.ops.cuda.library import Kernels, SampleArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws
@@ -19,16 +19,11 @@ MOST_IDS = 8 * 48 * 1024  # eight blocks of a cluster, 192 KiB of logits each
 
 def launch(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
     """The op `sample_rows` on the current CUDA device; the reference where a row does not fit a cluster, or there are none."""
-    if num_ids > MOST_IDS or not _has_clusters(logits.device):
+    if num_ids > MOST_IDS or not has_clusters(logits.device):
         warn_once("sample_rows", f"{num_ids} ids, of which clusters of SM90 hold {MOST_IDS}")
         result: tuple[Tensor, Tensor] = SAMPLE_ROWS.reference(logits, draws, num_ids)
         return result
     return run_rows(*machine(logits.device), logits, draws, num_ids)
-
-
-@cache
-def _has_clusters(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: int, threads: int = _THREADS) -> tuple[Tensor, Tensor]:

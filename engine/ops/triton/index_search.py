@@ -110,17 +110,19 @@ def scores_of(query: IndexQuery, keys: PagedIndexKeys, rows: slice, columns: int
 
 
 Score = Callable[[IndexQuery, PagedIndexKeys, slice, int, Tensor | None, int], Tensor]
+Select = Callable[[Tensor, int, Tensor | None], Tensor]
 
 
 def launch(
     query: IndexQuery, keys: PagedIndexKeys, num_entries: int, topk: int, allowed: Tensor | None, block_size: int, num_kept: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """The Triton twin of `index_search`. fp32 queries run the reference, so do widths that the tensor cores do not fit."""
-    return search(scores_of, query, keys, num_entries, topk, allowed, block_size, num_kept)
+    return search(scores_of, select_rows, query, keys, num_entries, topk, allowed, block_size, num_kept)
 
 
 def search(
     score: Score,
+    select: Select,
     query: IndexQuery,
     keys: PagedIndexKeys,
     num_entries: int,
@@ -129,7 +131,7 @@ def search(
     block_size: int,
     num_kept: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """`launch` with the scores of another kernel. score: as `scores_of`."""
+    """`launch` with other kernels. score: as `scores_of`. select: as `select_rows`."""
     rows, heads, width = query.q.shape
     if query.q.dtype is not torch.bfloat16 or rows == 0:
         return INDEX_SEARCH.fallback(query, keys, num_entries, topk, allowed, block_size, num_kept)
@@ -151,8 +153,8 @@ def search(
         if num_kept:
             visible = torch.arange(columns, device=scores.device) < count[:, None]
             best = best_of_blocks(scores.masked_fill_(~visible, float("-inf")), count, block_size)
-            blocks.append(select_rows(best, num_kept))
-        picked = select_rows(scores, topk, count if allowed is None else None)
+            blocks.append(select(best, num_kept, None))
+        picked = select(scores, topk, count if allowed is None else None)
         picks.append(picked if allowed is None else _restricted(picked, allowed[part], block_size))
     found = torch.cat(picks) if len(picks) > 1 else picks[0]
     if found.shape[1] < min(topk, num_entries):

@@ -1,0 +1,123 @@
+"""Divisions of the sampling, top-k and index kernels against each other: `python -m tests.gpu.tune_rows OUT [sample|topk|index ...]`.
+
+Every line names the division that the product takes first. Each is checked before it is timed; a line is printed as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepinfer_cli.opbench.case import Setting
+from deepinfer_cli.opbench.cases.index import problem
+from deepinfer_cli.opbench.timing import time_side_by_side
+from engine.draws import FIXED_ONE
+from engine.ops.cuda import index_search, sample_rows, select_topk
+from engine.ops.cuda.packed_gemm import machine
+from engine.ops.cuda.select_topk import Division
+from engine.ops.index_search import INDEX_SEARCH, ascending
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
+from engine.ops.select_topk import SELECT_TOPK
+from engine.ops.triton import index_search as triton_search
+from engine.ops.triton import select_topk as triton_topk
+
+# What is measured, its divisions, what they have to agree with, and how many bytes they read at least.
+Line = tuple[str, Mapping[str, Callable[[], Any]], Callable[[Any], bool], int]
+
+
+def _sample(setting: Setting) -> Iterator[Line]:
+    for rows in (256, 8):
+        logits = setting.normal(rows, 129_280, std=3.0, dtype=torch.float32)
+        numbers = torch.randint(0, 2**53, (rows,), device="cuda", generator=setting.generator())
+        filters = Filters(
+            torch.full((rows,), int(0.95 * FIXED_ONE), device="cuda"),
+            torch.full((rows,), 50, dtype=torch.int32, device="cuda"),
+            torch.zeros(rows, device="cuda"),
+        )
+        for mode, kept in ((Mode.GREEDY, None), (Mode.RACE, None), (Mode.INVERSE, None), (Mode.INVERSE, filters), (Mode.RACE, filters)):
+            modes = torch.full((rows,), int(mode), dtype=torch.int32, device="cuda")
+            draws = Draws(torch.ones(rows, device="cuda"), modes, numbers, kept)
+            wanted = SAMPLE_ROWS.reference(logits, draws, 129_280)[0]
+            runs: dict[str, Callable[[], Any]] = {
+                f"{threads} threads": partial(sample_rows.run_rows, *machine(logits.device), logits, draws, 129_280, threads)
+                for threads in (256, 512, 128)
+            }
+            if mode is Mode.GREEDY:
+                runs["torch.max"] = lambda x=logits: (x.max(dim=-1).indices,)
+            name = f"sample rows={rows} {mode.name.lower()}{' filtered' if kept else ''}"
+            yield name, runs, lambda got, w=wanted: bool((got[0] != w).float().mean() <= 0.01), logits.numel() * 4
+
+
+def _topk(setting: Setting) -> Iterator[Line]:
+    for rows, columns in ((1, 65_536), (8, 65_536), (64, 65_536), (8, 131_072), (1024, 16_384), (8, 1_000_000)):
+        scores = setting.normal(rows, columns, dtype=torch.float32)
+        wanted = ascending(SELECT_TOPK.reference(scores, 512))
+        own = Division.of(rows, columns, machine(scores.device)[0].num_processors)
+        others = [Division(threads, blocks) for blocks in (8, 4, 2, 1) for threads in (512, 256)]
+        runs: dict[str, Callable[[], Any]] = {
+            f"{d.blocks} x {d.threads}": partial(select_topk.select_rows, *machine(scores.device), scores, 512, division=d)
+            for d in [own, *(d for d in others if d != own and (rows > 8 or d.blocks > 2))]
+        }
+        runs |= {"triton": partial(triton_topk.select_rows, scores, 512), "torch.topk": lambda x=scores: x.topk(512)[1]}
+        yield (
+            f"topk rows={rows} columns={columns}",
+            runs,
+            lambda got, w=wanted: torch.equal(got.int().sort(1).values, w),
+            scores.numel() * 4,
+        )
+
+
+def _index(setting: Setting) -> Iterator[Line]:
+    for rows in (1, 8, 64):
+        query, keys = problem(setting, rows, 131_072)
+        kernels, part = machine(query.q.device), slice(0, rows)
+        wanted = triton_search.scores_of(query, keys, part, 131_072, None, 8)
+        runs: dict[str, Callable[[], Any]] = {
+            f"residents {n}": partial(index_search.scores_of, *kernels, query, keys, part, 131_072, None, 8, n) for n in (6, 3, 12, 24)
+        }
+        runs["triton"] = partial(triton_search.scores_of, query, keys, part, 131_072, None, 8)
+        largest = wanted.abs().max()
+        check = lambda got, w=wanted, most=largest: bool((got - w).abs().max() <= 1e-3 * most)  # noqa: E731
+        yield f"scores rows={rows} entries=131072", runs, check, rows * 131_072 * 68
+        searches = {
+            "native": partial(index_search.launch, query, keys, 131_072, 512, None, 8),
+            "triton": partial(triton_search.launch, query, keys, 131_072, 512, None, 8),
+        }
+        picked = INDEX_SEARCH.reference(query, keys, 131_072, 512, None, 8, 0)[0] if rows == 1 else searches["triton"]()[0]
+        agree = lambda got, w=picked: bool((got[0] != w).float().mean() <= 0.02)  # noqa: E731
+        yield f"search rows={rows} entries=131072", searches, agree, rows * 131_072 * 68
+
+
+PARTS: dict[str, Callable[[Setting], Iterator[Line]]] = {"sample": _sample, "topk": _topk, "index": _index}
+
+
+@torch.inference_mode()
+def main() -> int:
+    out, wanted = Path(sys.argv[1]), sys.argv[2:]
+    out.mkdir(parents=True, exist_ok=True)
+    began, setting, wrong = time.monotonic(), Setting("cuda"), 0
+    with (out / "tune_rows.jsonl").open("w", encoding="utf-8") as file:
+        for part, lines in PARTS.items():
+            if wanted and part not in wanted:
+                continue
+            for name, runs, agrees, num_bytes in lines(setting):
+                good = {run: agrees(call()) for run, call in runs.items()}
+                wrong += sum(not right for right in good.values())
+                times = time_side_by_side({run: [call] for run, call in runs.items()}, "cuda")
+                shown = [f"{run} {times[run].median:.1f}{'' if good[run] else ' WRONG'}" for run in runs]
+                print(f"{name:34s} {num_bytes / 4.2e6:6.1f} us of bytes | {' | '.join(shown)}", flush=True)
+                file.write(json.dumps({"name": name, "us": {run: t.median for run, t in times.items()}, "agrees": good}) + "\n")
+                file.flush()
+    print(f"{wrong} wrong, {time.monotonic() - began:.0f} s", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
