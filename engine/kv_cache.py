@@ -71,9 +71,11 @@ class KVCache:
             for layer in text.kv_source_layer_ids
             if text.ratio(layer) == 2
         }
-        # Absent entries of a selection point at row 0, which therefore has to be finite.
+        # Absent entries of a selection point at row 0, which therefore has to be finite; padding computes it anew from what slot 0 holds.
         self.blocks[0].zero_()
         self.rings[:, : self.ring_rows].zero_()
+        for partials in self.partials.values():
+            partials[: self.partial_rows].zero_()
         self.state_bytes = self.num_encoder_layers * self.window * self.row_sizes.window
         self.format_id = _format_id(text, numerics, shape.block_size)
 

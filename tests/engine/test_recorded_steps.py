@@ -105,6 +105,24 @@ def test_padding_touches_no_real_block_and_no_real_slot(plain):
     assert kv.rings[:, 0].isfinite().all()
 
 
+@pytest.fixture
+def dirty_memory():
+    """Memory that nobody has written holds NaN, as that of a device may."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_recording_in_dirty_memory_leaves_the_rows_of_absent_entries_finite(dirty_memory):
+    runner = ModelRunner(golden_config(), draft=True, recorder=NullRecorder())
+    assert torch.empty(3).isnan().all()
+    assert runner.kv.blocks[0].view(torch.float32).isfinite().all()
+    assert runner.kv.rings[:, 0].isfinite().all()
+    seq = Seq(runner, PROMPTS[1], 1)
+    assert prefill(seq, [20]).isfinite().all()
+    assert decode([seq]).isfinite().all()
+
+
 def test_steps_that_are_not_recorded_run_eagerly(plain):
     recorded = plain[1]
     seq = Seq(recorded, PROMPTS[2], 1)
