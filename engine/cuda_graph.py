@@ -12,11 +12,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from engine.errors import NotEnoughMemory
+
+if TYPE_CHECKING:
+    from engine.parallel.tensor_group import TensorGroup
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,34 @@ class NullRecorder:
         return 0
 
 
+class GroupRecorder:
+    """Records on all ranks of a group or on none. Ranks whose steps hold collectives make the same recordings in the same order.
+
+    The run before each recording makes the communicator's connections, which cannot be made in a recording.
+    """
+
+    def __init__(self, recorder: Recorder, group: TensorGroup) -> None:
+        self._recorder, self._group = recorder, group
+
+    def record(self, run: Callable[[], None]) -> Replay:
+        """Raises: RuntimeError on every rank when it failed on one."""
+        failure: RuntimeError | None = None
+        try:
+            replay = self._recorder.record(run)
+        except RuntimeError as error:
+            failure = error
+        [somewhere] = self._group.max([int(failure is not None)])
+        if failure is not None:
+            raise failure
+        if somewhere:
+            raise RuntimeError("another rank could not record this step, see its log")
+        return replay
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._recorder.reserved_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class RecordingReport:
     """What recording took: how many sizes, seconds, and bytes that the device gave for it."""
@@ -135,3 +166,7 @@ class StepGraphs:
 
     def replay(self, size: int) -> None:
         self._replays[size]()
+
+    def close(self) -> None:
+        """Give the recordings up."""
+        self._replays.clear()

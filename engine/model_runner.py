@@ -14,7 +14,7 @@ from torch import Tensor
 from csrc.loader import BuildError
 from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
-from engine.cuda_graph import CudaRecorder, Recorder, RecordingReport, bucket_sizes
+from engine.cuda_graph import CudaRecorder, GroupRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
 from engine.errors import CheckpointError
 from engine.exact_sums import ExactSums
@@ -94,7 +94,11 @@ class ModelRunner:
         reason = why_not_recorded(config, model, numerics, device, chosen)
         if recorder is None and not reason:
             recorder = CudaRecorder()
-        if recorder is not None and self._exchange is None:
+        # Before steps are recorded: it decides what they count.
+        self._balancer = None if self._exchange is None else Balancer(self._exchange, BalanceSettings.of(config))
+        if self._exchange is not None and self._exchange.group.max([int(recorder is None)]) != [0]:
+            recorder, reason = None, reason or "another rank cannot record them"
+        if recorder is not None:
             self._try_to_record(recorder)
         elif device == "cuda":
             log.info("steps are not recorded: %s", reason)
@@ -119,7 +123,6 @@ class ModelRunner:
         if together:
             self.native.wait()  # the ranks change their path together: never in the middle of serving
             agreement.conclude(self.native)
-        self._balancer = None if self._exchange is None else Balancer(self._exchange, BalanceSettings.of(config))
         if config.batch_invariant:
             self.native.wait()  # a row's bits may not change when the build ends
             log.info("batch-invariant steps: %s", self.path)
@@ -127,9 +130,11 @@ class ModelRunner:
     def _try_to_record(self, recorder: Recorder) -> None:
         """Record, or stay eager and say which op stood in the way: a model that runs slowly is better than one that does not start."""
         try:
-            self._record(recorder)
+            self._record(recorder if self._exchange is None else GroupRecorder(recorder, self._exchange.group))
         except RuntimeError as error:
             self._decode = self._drafts = None
+            if self._exchange is not None:
+                self._exchange.pass_over()
             op = failing_op(error)
             log.warning("decode steps stay eager, several times slower: recording failed%s: %s", f" in op {op}" if op else "", error)
 
@@ -143,7 +148,7 @@ class ModelRunner:
         longest = limits.max_model_len + self.config.backtracking_tokens
         inputs = StaticInputs(text, self.kv, self.token_map, self.frequencies, sizes[-1], longest)
         draft = self._draft if self._drafting else None
-        self._decode = RecordedDecode(self.backbone, draft, self.kv, inputs, sizes, recorder)
+        self._decode = RecordedDecode(self.backbone, draft, self.kv, inputs, sizes, recorder, self._exchange)
         if draft is not None:
             sizes = bucket_sizes(limits.max_num_seqs, interval)
             self._drafts = RecordedDraft(draft, self.backbone, self.kv, self.frequencies[0], sizes, recorder)
@@ -160,6 +165,13 @@ class ModelRunner:
         """What was recorded at start-up, and what that took."""
         return [graphs.report for graphs in (self._decode, self._drafts) if graphs is not None]
 
+    def drop_recordings(self) -> None:
+        """From now on steps are eager. Also before the group is closed: communicators wait for the graphs that hold them."""
+        for graphs in (self._decode, self._drafts):
+            if graphs is not None:
+                graphs.close()
+        self._decode = self._drafts = None
+
     @torch.inference_mode()
     def run(self, batch: Batch, probe: Probe | None = None) -> Tensor:
         """Run one step. Returns [R, V] fp32 logits of the requested rows, in slice order.
@@ -169,9 +181,11 @@ class ModelRunner:
         """
         if self._shared is not None and batch.kind is StepKind.PREFILL:
             return self._run_shared(self._shared, batch)
-        if self._exchange is None:
-            return self._forward(batch, probe)
-        return self._meet_experts(self._count_rows(batch), lambda: self._forward(batch, probe), batch.kind)
+        if self._exchange is not None:
+            return self._run_together(self._exchange, batch, probe)
+        if self._decode is not None and probe is None and self._decode.takes(batch):
+            return self._decode.run(batch)
+        return self._forward(batch, probe)
 
     def run_greedy(self, batch: Batch) -> Tensor | Largest:
         """As `run`, for a caller that wants the largest logit of every row only: the compiled step then makes no tensor at all.
@@ -189,16 +203,27 @@ class ModelRunner:
         if self._shared is not None and kind is StepKind.PREFILL:
             self._run_shared(self._shared, Batch(kind, []))
         elif self._exchange is not None:
-            self._exchange.begin(0, 0)
-            self._end_step(kind)
+            self._run_together(self._exchange, Batch(kind, []))
 
-    def _meet_experts(self, rows: tuple[int, int], step: Callable[[], Tensor], kind: StepKind = StepKind.PREFILL) -> Tensor:
-        """A step whose experts may be on other ranks. rows: of this rank, in encoder and in decoder layers."""
+    def _run_together(self, exchange: ExpertExchange, batch: Batch, probe: Probe | None = None) -> Tensor:
+        """A step of ranks that share experts, this one perhaps without rows. It is a recorded one on all of them or on none."""
+        may = self._decode is not None and probe is None and self._decode.takes(batch)
+        recorded = exchange.begin(*self._count_rows(batch), may)
+        if recorded and exchange.most_rows > 0:
+            assert self._decode is not None
+            logits = self._decode.run(batch)
+        else:
+            logits = self._forward(batch, probe) if batch.slices else torch.empty(0, self.limits.vocab_size, device=self.limits.device)
+        self._end_step(batch.kind)
+        return logits
+
+    def _meet_experts(self, rows: tuple[int, int], step: Callable[[], Tensor]) -> Tensor:
+        """A shared prompt step whose experts may be on other ranks. rows: of this rank, in encoder and in decoder layers."""
         if self._exchange is None:
             return step()
         self._exchange.begin(*rows)
         logits = step()
-        self._end_step(kind)
+        self._end_step(StepKind.PREFILL)
         return logits
 
     def _end_step(self, kind: StepKind) -> None:
@@ -229,8 +254,7 @@ class ModelRunner:
         return encoder, sum(min(len(s.token_ids), max(0, s.end - max(0, s.total_len - keep))) for s in batch.slices)
 
     def _forward(self, batch: Batch, probe: Probe | None) -> Tensor:
-        if self._decode is not None and probe is None and self._decode.takes(batch):
-            return self._decode.run(batch)
+        """A step that is not recorded."""
         native = self.native.model
         if native is not None and probe is None:
             return native.step(batch, self._truncation)

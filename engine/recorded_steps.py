@@ -12,6 +12,7 @@ from engine.models.deepseek_v41 import DeepseekV41
 from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice, draft_columns, most_likely
 from engine.models.row_buffers import StagedRows
 from engine.models.static_inputs import StaticInputs
+from engine.parallel.expert_exchange import ExpertExchange
 
 
 def forward(backbone: DeepseekV41, draft: DraftModel | None, inputs: StaticInputs, size: int, cache: KVCache, out: Tensor) -> None:
@@ -24,31 +25,52 @@ def forward(backbone: DeepseekV41, draft: DraftModel | None, inputs: StaticInput
 
 
 class RecordedDecode:
-    """Decode and verify steps, keyed by their number of query rows. The logits of a step are valid until the next one."""
+    """Decode and verify steps, keyed by their number of query rows. The logits of a step are valid until the next one.
+
+    Ranks that share experts replay the same size in the same step, that of the rank with the most rows: a recorded collective has the
+    capacity of its recording.
+    """
 
     def __init__(
-        self, backbone: DeepseekV41, draft: DraftModel | None, cache: KVCache, inputs: StaticInputs, sizes: list[int], recorder: Recorder
+        self,
+        backbone: DeepseekV41,
+        draft: DraftModel | None,
+        cache: KVCache,
+        inputs: StaticInputs,
+        sizes: list[int],
+        recorder: Recorder,
+        exchange: ExpertExchange | None = None,
     ) -> None:
-        """draft: None when its windows need not be kept. Raises: NotEnoughMemory."""
-        self._inputs = inputs
+        """draft: None when its windows need not be kept. exchange: the layers' own, when ranks share experts. Raises: NotEnoughMemory."""
+        self._inputs, self._exchange = inputs, exchange
         self._logits = torch.empty(sizes[-1], backbone.text.vocab_size, device=backbone.embed.device)
-        name = "decode" if draft is None else "decode and verify"
-        self._graphs = StepGraphs(name, lambda size: forward(backbone, draft, inputs, size, cache, self._logits), sizes, recorder)
+
+        def step(size: int) -> None:
+            if exchange is not None:
+                exchange.restart(size, inputs.real_rows(size))
+            forward(backbone, draft, inputs, size, cache, self._logits)
+
+        self._graphs = StepGraphs("decode" if draft is None else "decode and verify", step, sizes, recorder)
 
     @property
     def report(self) -> RecordingReport:
         return self._graphs.report
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch has the recorded form and size."""
-        return 0 < batch.num_tokens <= self._graphs.max_rows and StaticInputs.fits(batch)
+        """Whether a batch has the recorded form and size. One without rows has, for a rank that others need."""
+        return batch.num_tokens <= self._graphs.max_rows and StaticInputs.fits(batch)
 
     def run(self, batch: Batch) -> Tensor:
-        """[rows, V] fp32 logits, a view of the fixed buffer."""
-        size = self._graphs.size_for(batch.num_tokens)
+        """[rows, V] fp32 logits, a view of the fixed buffer. With an exchange, in a step that all ranks have agreed to replay."""
+        size = self._graphs.size_for(batch.num_tokens if self._exchange is None else self._exchange.most_rows)
+        if self._exchange is not None:
+            self._exchange.pass_over()
         self._inputs.load(batch, size)
         self._graphs.replay(size)
         return self._logits[: batch.num_tokens]
+
+    def close(self) -> None:
+        self._graphs.close()
 
 
 class RecordedDraft:
@@ -83,6 +105,9 @@ class RecordedDraft:
     @property
     def report(self) -> RecordingReport:
         return self._graphs.report
+
+    def close(self) -> None:
+        self._graphs.close()
 
     def run(self, slices: list[DraftSlice], choose: Choose | None) -> DraftOutput:
         """Greedy proposals come from the graph; `choose` may look at the host, so it runs behind it on the recorded logits."""

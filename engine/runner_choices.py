@@ -11,8 +11,9 @@ from engine.models.numerics import Numerics
 
 log = logging.getLogger(__name__)
 
-# Ops whose references read results on the host, which a recorded step cannot.
-_RECORDED_OPS = ("packed_experts", "index_search", "row_attention")
+# Ops whose references read results on the host, which a recorded step cannot; experts, alone and shared.
+_RECORDED_OPS = ("index_search", "row_attention")
+_EXPERT_OPS, _SHARED_EXPERT_OPS = ("packed_experts",), ("routed_experts", "shared_expert")
 
 
 def keeps_packed_weights(config: EngineConfig, model: ModelConfig, precision: Precision, device: str, ops: dict[str, str]) -> bool:
@@ -47,9 +48,8 @@ def why_not_recorded(config: EngineConfig, model: ModelConfig, numerics: Numeric
         return f"the device is {device}"
     if config.enforce_eager:
         return "engine.enforce_eager is set"
-    if config.ep > 1:
-        return "experts are exchanged between ranks"
     if not (numerics.packed_rows and numerics.packed_weights):
         return "weights or cache rows are not packed"
-    slow = [op for op in _RECORDED_OPS if ops.get(op, "reference") == "reference"]
+    needed = (*(_EXPERT_OPS if config.ep == 1 else _SHARED_EXPERT_OPS), *_RECORDED_OPS)
+    slow = [op for op in needed if ops.get(op, "reference") == "reference"]
     return f"no kernel for {', '.join(slow)}" if slow else ""

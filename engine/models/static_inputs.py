@@ -53,7 +53,7 @@ class StaticInputs:
 
     def load(self, batch: Batch, size: int) -> None:
         """Send a batch; rows behind it become padding up to `size`."""
-        rows = np.array([row for s in batch.slices for row in self._rows_of(s)], dtype=np.int32)
+        rows = np.array([row for s in batch.slices for row in self._rows_of(s)], dtype=np.int32).reshape(-1, self._rows.values.shape[1])
         self._rows.upload(rows, size)
         if batch.late is not None:
             part = self._rows.values[: len(rows)]
@@ -71,6 +71,10 @@ class StaticInputs:
             grams = compressed[i : i + back + 1][::-1] if back else [DEAD]
             rows.append([token, s.start + i, s.state_slot, s.swa_valid_start, int(i > 0), *grams])
         return rows
+
+    def real_rows(self, size: int) -> Tensor:
+        """[size] bool: which of the first rows are no padding. Computed on the device, as part of the step."""
+        return self._rows.values[:size, _SLOT] != 0
 
     def step_inputs(self, size: int) -> StepInputs:
         """The inputs of the first `size` rows, computed on the device without a look at the host."""

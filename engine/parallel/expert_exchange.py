@@ -106,6 +106,7 @@ class ExpertExchange:
         self._boundary, self._num_chosen = boundary, num_chosen
         self._nothing = torch.empty(0, hidden, dtype=dtype, device=device)
         self._rows = (0, 0)
+        self._real: Tensor | None = None
         self._next = num_layers
 
     @property
@@ -119,17 +120,32 @@ class ExpertExchange:
 
     # ---- a step
 
-    def begin(self, encoder_rows: int, decoder_rows: int) -> None:
-        """Agree on the capacities of this step. All ranks call it once per step."""
+    def begin(self, encoder_rows: int, decoder_rows: int, recorded: bool = False) -> bool:
+        """Agree on the capacities of this step and whether it is a recorded one, when all say so. All ranks call it once per step."""
         assert self._next == len(self.layers), f"the last step stopped before layer {self._next}"
-        encoder, decoder = self.group.max([encoder_rows, decoder_rows])
-        self._rows = (encoder, decoder)
+        encoder, decoder, eager = self.group.max([encoder_rows, decoder_rows, int(not recorded)])
+        self._rows, self._real = (encoder, decoder), None
+        self._next = 0
+        return not eager
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that a rank has in this step."""
+        return self._rows[0]
+
+    def restart(self, capacity: int | None = None, real: Tensor | None = None) -> None:
+        """Pass the layers again without asking the group, at another capacity where one is given. For steps that are recorded.
+
+        real: [capacity] bool, the rows that are no padding; padding goes to no expert, or it would keep experts busy and be counted.
+        """
+        assert self._next == len(self.layers), f"the last step stopped before layer {self._next}"
+        if capacity is not None:
+            self._rows, self._real = (capacity, capacity), real
         self._next = 0
 
-    def restart(self) -> None:
-        """Pass the layers again with the same capacities. For recorded steps, whose capacity never changes."""
-        assert self._next == len(self.layers), f"the last step stopped before layer {self._next}"
-        self._next = 0
+    def pass_over(self) -> None:
+        """Count the coming layers as passed: a replay passes them on the device, or a failed recording has given them up."""
+        self._next = len(self.layers)
 
     def finish(self) -> None:
         """Take part in the layers that this rank's own rows did not reach."""
@@ -148,7 +164,7 @@ class ExpertExchange:
         if self.forced is not None:
             ids = self.forced(ids, number, self.group.rank)
         experts = layer.experts[0]
-        trip = _Trip(self.group, layer, capacity, self.route)
+        trip = _Trip(self.group, layer, capacity, self.route, self._real)
         rows, slots, shares = trip.dispatch(x, ids, weights)
         if self.counting:
             known = slots.flatten()
@@ -166,8 +182,9 @@ class _Trip:
     A row travels as 32-bit words: its values, its K slots, its K weights.
     """
 
-    def __init__(self, group: TensorGroup, layer: RoutedLayer, capacity: int, route: Route) -> None:
-        self._group, self._layer, self._capacity, self._route = group, layer, capacity, route
+    def __init__(self, group: TensorGroup, layer: RoutedLayer, capacity: int, route: Route, real: Tensor | None) -> None:
+        """real: [T] bool, the rows that want experts; None for all of them."""
+        self._group, self._layer, self._capacity, self._route, self._real = group, layer, capacity, route, real
         self._slots_per_rank = layer.placement.slots_per_rank
         self._place: Tensor | None = None  # [T, ranks]: where a row is in what its ranks get, None when everywhere it is where it was
 
@@ -175,6 +192,8 @@ class _Trip:
         """All rows that came here, [ranks * capacity, C], with their local slots and weights [ranks * capacity, K]."""
         group, capacity, chosen = self._group, self._capacity, ids.shape[1]
         slots = self._layer.slots_for(ids, group.rank)
+        if self._real is not None:
+            slots = torch.where(self._real[:, None], slots, -1)
         self._owners = slots.div(self._slots_per_rank, rounding_mode="floor")
         values = x.contiguous().view(torch.int32)
         width = values.shape[1]
@@ -210,8 +229,9 @@ class _Trip:
         count, chosen = self._owners.shape
         returned = self._return(parts)
         row = torch.arange(count, device=parts.device)[:, None]
-        place = row if self._place is None else self._place.gather(1, self._owners)
-        return returned[self._owners, place, torch.arange(chosen, device=parts.device)]
+        owners = self._owners.clamp(min=0)  # padding has none; what it gets instead, nobody reads
+        place = row if self._place is None else self._place.gather(1, owners)
+        return returned[owners, place, torch.arange(chosen, device=parts.device)]
 
     def bring_sums(self, sums: Tensor) -> Tensor:
         """[ranks * capacity, C] computed here -> [T, C] fp32 of this rank's rows, added up in rank order."""

@@ -20,8 +20,11 @@ def make_exchange(config: EngineConfig, text: TextConfig, numerics: Numerics, de
 
     Draft stages are not shared: few and small, and each rank drafts when it likes.
     """
-    if config.ep == 1:
-        return None
+    return None if config.ep == 1 else build_exchange(config, text, numerics, device, group)
+
+
+def build_exchange(config: EngineConfig, text: TextConfig, numerics: Numerics, device: str, group: Group | None) -> ExpertExchange:
+    """The exchange of `config.ep` ranks, which may be one."""
     assert group is not None, f"engine.ep is {config.ep} without a group"
     assert group.size == config.dp, f"engine.dp is {config.dp} in a group of {group.size}"
     placement = Placement.initial(text.n_routed_experts, config.override_num_extra_experts, config.ep)

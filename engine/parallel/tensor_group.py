@@ -53,7 +53,8 @@ class TorchTensors:
     """A `TensorGroup` over torch.distributed. It ends with the default group, which its owner destroys.
 
     A dead or hung peer is found in a gloo collective: at once when its connection breaks, else after `timeout_s`. NCCL kernels wait on
-    the device instead; torch's watchdog ends the process after `timeout_s`, unless a supervisor has ended it before.
+    the device instead; torch's watchdog ends the process after `timeout_s`, unless a supervisor has ended it before. It does not see
+    those that a recorded step replays: there the peers' next vote and the supervisor are what ends a wait.
     """
 
     def __init__(self, host: Any, device: Any, rank: int, size: int, timeout_s: float) -> None:

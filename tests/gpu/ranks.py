@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest.mock import patch
+
+from engine.parallel.expert_setup import build_exchange
 
 
 def rank_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -21,3 +25,8 @@ def rank_command(module: str, options: argparse.Namespace, rank: int, model: Pat
     """What starts a rank with these options."""
     command = [sys.executable, "-m", module, str(options.out), "--device", options.device]
     return [*command, "--rank", str(rank), "--model", str(model), "--meeting", str(meeting)]
+
+
+def exchanging_alone() -> AbstractContextManager[object]:
+    """Runners made meanwhile exchange rows between ranks even when there is one: every collective runs, in a group of one."""
+    return patch("engine.model_runner.make_exchange", build_exchange)

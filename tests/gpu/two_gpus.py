@@ -2,7 +2,8 @@
 
 One MoE block at the released shapes with random packed weights: that two ranks with half of the experts each give what one rank with all
 gives; decode throughput of both over one; what dispatch and combine take; what balancing recovers when one expert gets eight times its
-share; two independent ranks over one. Decode times are those of recorded graphs. One JSON file per rank, a table last.
+share; two independent ranks over one. Decode times are those of recorded graphs. Then a small model through the runner: recorded steps
+against eager ones, both with shared experts, in logits and in time. One JSON file per rank, a table last.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.cuda_graph import NullRecorder
 from engine.distributed import GlooGroup
 from engine.models.numerics import WideLinear
 from engine.models.packed_layers import PackedMoE
@@ -194,6 +196,46 @@ class Bench:
         for number, (one, two) in enumerate(zip(logits[1], logits[2], strict=True)):
             errors[f"step {number}"] = float((one - two).abs().max() / one.abs().max())
         return errors
+
+    def steps(self) -> None:
+        """A small model in the released formats: decode steps with shared experts, recorded and eager, also with one rank idle."""
+        from engine.batch import Batch, StepKind
+        from engine.config import EngineConfig
+        from engine.model_runner import ModelRunner
+        from tests.models.golden import GOLDEN, PROMPTS, Seq
+
+        cuda = DEVICE == "cuda"
+        sizes: dict[str, Any] = {"block_size": 128, "num_blocks": 21, "max_num_seqs": 4, "max_model_len": 600, "num_draft_tokens": 0}
+        config = EngineConfig(model=str(GOLDEN / "tiny-a-fp8"), device=DEVICE, precision="B", dp=2, ep=2, enforce_eager=not cuda, **sizes)
+        runner = ModelRunner(config, group=self.group, recorder=None if cuda else NullRecorder())
+        logits: dict[str, list[Tensor]] = {}
+        for _ in range(2):  # recorded, if steps could be, then eager
+            path = runner.path
+            kept = logits.setdefault(path, [])
+            for count in (1, 4):
+                seqs = [Seq(runner, PROMPTS[3], slot) for slot in range(1, 1 + count)]
+                runner.run(Batch(StepKind.PREFILL, [seq.slice(40) for seq in seqs]))
+                for idle in (False, True):
+                    times = []
+                    for _ in range(12):
+                        self.barrier()
+                        began = time.perf_counter()
+                        if idle and self.rank == 1:
+                            runner.join(StepKind.DECODE)
+                        else:
+                            kept.append(runner.run(Batch(StepKind.DECODE, [seq.slice(seq.done + 1) for seq in seqs])).clone())
+                        if cuda:
+                            torch.cuda.synchronize()
+                        times.append((time.perf_counter() - began) * 1e3)
+                    row = {"path": path, "rows": count, "one_idle": idle, "step_ms": round(statistics.median(times[2:]), 3)}
+                    self.results.setdefault("step_times", []).append(row)
+                    print(self.rank, json.dumps(row), flush=True)
+            runner.drop_recordings()
+        if len(logits) == 2:
+            one, two = logits.values()
+            change = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(one, two, strict=True))
+            same = all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in zip(one, two, strict=True))
+            self.results["recorded_against_eager"] = {"largest_change": change, "same_tokens": same}
 
     # ---- time
 
@@ -381,7 +423,7 @@ def rank_main(rank: int, out: Path) -> None:
     began = time.monotonic()
     select("auto", DEVICE)
     bench = Bench(rank, GlooGroup(rank, 2, init_file=str(out / "meet"), timeout_s=120))
-    for part in (bench.equality, bench.decode, bench.recovery, bench.engine):
+    for part in (bench.equality, bench.steps, bench.decode, bench.recovery, bench.engine):
         try:
             result = part()
             if result is not None:
@@ -423,6 +465,9 @@ def report(out: Path) -> None:
     print(f"largest relative error of {len(errors)} comparisons: {max(errors.values(), default=float('nan')):.2e}")
     steps = results.get("engine", {})
     print(f"largest relative error of {len(steps)} steps of a small model: {max(steps.values(), default=float('nan')):.2e}")
+    print("recorded against eager steps:", results.get("recorded_against_eager", "steps were not recorded"))
+    for row in results.get("step_times", []):
+        print(f"{row['path']:>7} {row['rows']} rows per rank{', one rank idle' if row['one_idle'] else ''}: {row['step_ms']:.3f} ms a step")
     print(f"{'rows':>5} {'alone':>8} {'both':>8} {'gather':>8} {'a2a':>8} {'speedup':>8} {'indep.':>7} {'comm':>6} {'share':>6}")
     for row in results.get("decode", []):
         print(

@@ -1,8 +1,8 @@
 """All 40 layers of the released shapes over several GPUs, experts shared: `python -m tests.gpu.whole_model OUT --ranks 8`.
 
-Weights are drawn on the GPUs, never read. Prints time per decode step beside its byte floor and beside a prediction made from single
-layers on one GPU (`docs/hopper.md`), then the prefill of one prompt. With fewer than eight GPUs give `--layers`. `--device cpu` tries
-it at small sizes.
+Weights are drawn on the GPUs, never read. Prints time per decode step, recorded and eager, beside its byte floor and beside predictions
+made from single layers on one GPU (`docs/hopper.md`), then the prefill of one prompt. With fewer than eight GPUs give `--layers`; with
+`--ranks 1` the rank exchanges rows with itself. `--device cpu` tries it at small sizes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from deepinfer_cli.opbench.layer_floor import layer_floor
 from engine.models.config import ModelConfig, parse_config
 from engine.models.released import excerpt, write_excerpt
-from tests.gpu.ranks import rank_command, rank_options
+from tests.gpu.ranks import exchanging_alone, rank_command, rank_options
 
 CONTEXT, STEPS, PROMPT = 8_192, 20, 32_768
 BATCHES = (1, 8, 64, 256)
@@ -40,11 +41,11 @@ def floor_ms(config: ModelConfig, batch: int, ranks: int) -> float:
     return (total + 2 * text.vocab_size * text.hidden_size) / COPY_TBS / 1e9
 
 
-def predicted_ms(config: ModelConfig, batch: int, ranks: int) -> float:
-    """The floor times what a layer needs over it, exchanges, and at least the launches of eager steps."""
+def predicted_ms(config: ModelConfig, batch: int, ranks: int, eager: bool) -> float:
+    """The floor times what a layer needs over it, and exchanges; eager steps take their launches at least."""
     layers = config.text.num_hidden_layers
     device = floor_ms(config, batch, ranks) * OVER_FLOOR[batch] + layers * EXCHANGE_US / 1e3
-    return max(device, layers * KERNELS * LAUNCH_US / 1e3)
+    return max(device, layers * KERNELS * LAUNCH_US / 1e3) if eager else device
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> None:
@@ -52,6 +53,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
 
     from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
     from engine.config import EngineConfig
+    from engine.cuda_graph import NullRecorder
     from engine.distributed import GlooGroup
     from engine.layer_runs import LayerRuns
     from engine.model_runner import ModelRunner
@@ -69,9 +71,12 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     )  # fmt: skip
     began = time.perf_counter()
     group = GlooGroup(rank, ranks, init_file=options.meeting, timeout_s=600)
-    runner = ModelRunner(config, group=group)
+    # On CPUs nothing is recorded by itself; this runs the same code.
+    recorder = None if cuda else NullRecorder()
+    with nullcontext() if ranks > 1 else exchanging_alone():
+        runner = ModelRunner(config, group=group, recorder=recorder)
     LayerRuns(runner, 1, context)  # fills the cache with random rows
-    report: dict[str, Any] = {"load_s": time.perf_counter() - began, "decode_ms": {}, "path": runner.path}
+    report: dict[str, Any] = {"load_s": time.perf_counter() - began, "decode_ms": {}, "recordings": [str(r) for r in runner.recordings]}
 
     def timed(batch: Batch | None, kind: StepKind) -> float:
         if cuda:
@@ -83,14 +88,17 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    per_seq = context // 128 + 2
-    for total, count in mine.items():
-        slices = [
-            SequenceSlice([7 + i], context - 2, context, list(range(1 + i * per_seq, 1 + (i + 1) * per_seq)), 1 + i, (5, 5, 5))
-            for i in range(count)
-        ]
-        batch = Batch(StepKind.DECODE, slices) if slices else None
-        report["decode_ms"][total] = statistics.median([timed(batch, StepKind.DECODE) for _ in range(STEPS)][2:])
+    per_seq = context // 128 + 1
+    for _ in range(2):  # recorded, if steps could be, then eager
+        times = report["decode_ms"].setdefault(runner.path, {})
+        for total, count in mine.items():
+            slices = [
+                SequenceSlice([7 + i], context - 2, context, list(range(1 + i * per_seq, 1 + (i + 1) * per_seq)), 1 + i, (5, 5, 5))
+                for i in range(count)
+            ]
+            batch = Batch(StepKind.DECODE, slices) if slices else None
+            times[total] = statistics.median([timed(batch, StepKind.DECODE) for _ in range(STEPS)][2:])
+        runner.drop_recordings()
     ids = [5 + i % 400 for i in range(prompt)]
     piece = SequenceSlice(ids, 0, prompt, list(range(1, prompt // 128 + 2)), 1, logit_rows=LogitRows.LAST)
     long = Batch(StepKind.PREFILL, [piece]) if rank == 0 else None
@@ -137,12 +145,14 @@ def main() -> None:
 
 def show(options: argparse.Namespace, config: ModelConfig, num_layers: int) -> None:
     reports = [json.loads((options.out / f"rank-{rank}.json").read_text()) for rank in range(options.ranks)]
-    print(f"{num_layers} layers, {options.ranks} ranks, {reports[0]['path']} steps, loaded in {max(r['load_s'] for r in reports):.0f} s")
-    print("batch  step ms  floor ms  over floor  predicted ms  tok/s a user")
-    for batch in BATCHES:
-        took = max(r["decode_ms"][str(batch)] for r in reports)
-        floor, guess = floor_ms(config, batch, options.ranks), predicted_ms(config, batch, options.ranks)
-        print(f"{batch:5d} {took:8.2f} {floor:9.3f} {took / floor:11.1f} {guess:13.2f} {1e3 / took:13.1f}")
+    loaded = f"loaded in {max(r['load_s'] for r in reports):.0f} s"
+    print(f"{num_layers} layers, {options.ranks} ranks", loaded, *reports[0]["recordings"], sep="; ")
+    print("steps   batch  step ms  floor ms  over floor  predicted ms  tok/s a user")
+    for path in reports[0]["decode_ms"]:
+        for batch in BATCHES:
+            took = max(r["decode_ms"][path][str(batch)] for r in reports)
+            floor, guess = floor_ms(config, batch, options.ranks), predicted_ms(config, batch, options.ranks, path == "eager")
+            print(f"{path:7s} {batch:5d} {took:8.2f} {floor:9.3f} {took / floor:11.1f} {guess:13.2f} {1e3 / took:13.1f}")
     print(f"prefill of one prompt: {max(r['prefill_ms'] for r in reports):.0f} ms; peak {reports[0].get('peak_gib', 0):.1f} GiB a rank")
 
 
