@@ -137,3 +137,16 @@ def _ready_url(server: subprocess.Popen[bytes], home: Path, out: Path) -> str:
                 return f"http://127.0.0.1:{state['port']}"
         time.sleep(0.2)
     raise AssertionError(f"not ready: {out.read_text()}")
+
+
+# Releases of torch on the public index ask for exactly one triton. An environment with torch for CPUs alone, from which the pins are easily
+# frozen, has whatever release is newest, and with that pin nobody else can install.
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+
+
+def test_the_pinned_triton_is_the_one_that_the_pinned_torch_asks_for() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.partition("#")[0].strip().split("==") for line in lines if "==" in line.partition("#")[0])
+    asked = TRITON_OF_TORCH.get(pins["torch"])
+    assert asked is not None, f"see what torch {pins['torch']} of the public index asks for, and add it here"
+    assert pins["triton"] == asked
