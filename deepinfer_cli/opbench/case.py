@@ -21,6 +21,10 @@ Made = TypeVar("Made")
 COLD_BYTES = 96 * 10**6
 
 
+class NotMeasured(Exception):
+    """A case has nothing to time here for a reason that is no fault of ours. The message is the reason, and the record carries it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Where a case runs. small: the shapes of a functional check, for tests and machines without a GPU.

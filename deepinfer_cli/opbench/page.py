@@ -77,7 +77,9 @@ def _machine(records: list[dict[str, Any]]) -> str:
 
 def _verdict(records: list[dict[str, Any]]) -> str:
     levels = [r["level"] for r in records if r.get("level")]
-    counted = ", ".join(f"{levels.count(level)} {level}" for level in ("aim", "must", "below", "wrong", "failed") if level in levels)
+    counted = ", ".join(
+        f"{levels.count(level)} {level}" for level in ("aim", "must", "below", "wrong", "failed", "skipped") if level in levels
+    )
     return f"Of {len(levels)} cases with a target: {counted}." if levels else ""
 
 

@@ -6,13 +6,16 @@ tokens sorted beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from deepinfer_cli.opbench.case import Call
+from deepinfer_cli.opbench.case import Call, NotMeasured
 from engine.layer_runs import LayerRun, LayerRuns
 from engine.models.deepseek_v41 import Streams, written
 from engine.models.packed_layers import PackedLinear, PackedMoE
@@ -34,6 +37,42 @@ def plain_calls(runs: LayerRuns, run: LayerRun, layer: int, experts: tuple[Tenso
     width = runs.text.head_dim
     ring, entries = (torch.randn(_ROWS, width, device=experts[0].device).to(torch.bfloat16) for _ in range(2))
     return [_plain_call(runs, run, layer, state, ring, entries, experts, grouped) for state in run.states]
+
+
+def compiled(call: Call, limit_s: float) -> Call:
+    """The same call by torch.compile, compiled and run once.
+
+    Raises:
+        NotMeasured: it did not compile, or not within `limit_s` seconds.
+    """
+    fast: Call = torch.compile(call, dynamic=False)
+    began = time.monotonic()
+    try:
+        with _time_limit(limit_s):
+            fast()
+            fast()
+    except Exception as error:  # the compiler wraps what ends it in errors of its own
+        torch._dynamo.reset()
+        if time.monotonic() - began >= limit_s:
+            raise NotMeasured(f"not compiled in {limit_s:.0f} s") from error
+        raise NotMeasured(f"not compiled: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    return fast
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the body of the main thread once the time is over."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"over after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _plain_call(

@@ -12,23 +12,27 @@ from typing import Any
 
 import torch
 
-from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target
+from deepinfer_cli.opbench.case import Case, NotMeasured, Prepared, Setting, Target
 from deepinfer_cli.opbench.ceilings import Ceilings
 from deepinfer_cli.opbench.timing import Times, kernels_of, time_side_by_side
 
 SCHEMA = "dix.bench/1"
-AIM, MUST, BELOW, WRONG, FAILED = "aim", "must", "below", "wrong", "failed"
+AIM, MUST, BELOW, WRONG, FAILED, SKIPPED = "aim", "must", "below", "wrong", "failed", "skipped"
 SMALL_NOTE = "functional check, not performance"
 
 
 def run_cases(
     cases: Iterable[Case], setting: Setting, ceilings: Ceilings, on_record: Callable[[dict[str, Any]], None] = lambda record: None
 ) -> list[dict[str, Any]]:
-    """Measure every case. A case that raises yields a record with the level `failed`; the others still run."""
+    """Measure every case. A case that raises yields a record with the level `failed`, one that has nothing to measure here
+    `skipped`; the others still run.
+    """
     env, records = environment(), []
     for case in cases:
         try:
             record = measure(case, setting, ceilings)
+        except NotMeasured as reason:
+            record = _head(case) | {"level": SKIPPED, "error": {"message": str(reason)}}
         except Exception as error:  # one broken op must not take the other figures with it; the record carries the error
             record = _head(case) | {"level": FAILED, "error": {"message": f"{type(error).__name__}: {error}"}}
         if setting.device == "cuda":

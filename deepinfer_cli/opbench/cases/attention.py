@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from deepinfer_cli.opbench.case import Call, Case, Prepared, Setting, Target, num_copies, relative_error
+from deepinfer_cli.opbench.public_peers import flash_mla
 from engine.ops.cache_rows import entry_row_bytes, pack_entry_rows, pack_window_rows, window_row_bytes
 from engine.ops.rope import plain_frequencies, rotation
 from engine.ops.row_attention import ROW_ATTENTION, PackedKeys, row_attention
@@ -64,7 +66,11 @@ def _attention(id: str, rows: int, target: Target, *, shared_keys: bool = False)
             return relative_error(row_attention(q, rot, sources, sink, scale)[part], wanted), ROW_ATTENTION.tolerance.bf16
 
         calls = [partial(row_attention, *problem, scale) for problem in made]
-        peers = {"torch sdpa on bf16 rows": [_library(q, sources) for q, _, sources, _ in made]} if count <= 256 else {}
+        peers: dict[str, Sequence[Call]] = {}
+        if count <= 256:
+            peers["torch sdpa on bf16 rows"] = [_library(q, sources) for q, _, sources, _ in made]
+        if setting.device == "cuda" and not shared_keys:
+            peers |= flash_mla([problem[0] for problem in made], window + topk, scale)
         flops = count * heads * (window + topk) * width * 4
         return Prepared(calls, num_bytes, flops, peers, check)
 

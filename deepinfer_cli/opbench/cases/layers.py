@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target
+from deepinfer_cli.opbench.case import Case, NotMeasured, Prepared, Setting, Target
 from deepinfer_cli.opbench.cases.moe import grouped, plain_experts
 from deepinfer_cli.opbench.layer_floor import layer_floor
-from deepinfer_cli.opbench.plain_layer import plain_calls
+from deepinfer_cli.opbench.plain_layer import compiled, plain_calls
 from engine.config import EngineConfig
 from engine.layer_runs import LayerRun, LayerRuns
 from engine.model_runner import ModelRunner
@@ -37,6 +37,7 @@ _DECODE_TARGETS = {1: (5.0, 3.0), 8: (3.0, 2.0), 64: (2.0, 1.5), 256: (2.0, 1.5)
 _SHARE_TARGETS = {64: (3.0, 1.8), 256: (2.5, 1.6)}
 _SHORT, _LONG = 8_192, 65_536
 _SMALL_BATCH, _SMALL_LEN = 4, 512
+_COMPILE_S = 25.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ def _decode(layer: int, batch: int, context: int, target: Target, experts: int |
     )
 
 
-def _plain(layer: int, batch: int) -> Case:
-    """The same layer in plain PyTorch, a line of its own: its bf16 experts alone take 27 GB."""
+def _plain(layer: int, batch: int, compile: bool = False) -> Case:
+    """The same layer in plain PyTorch, a line of its own: its bf16 experts alone take 27 GB. compile: by torch.compile, if that ends."""
 
     def prepare(setting: Setting) -> Prepared:
         rows, length = (min(batch, _SMALL_BATCH), _SMALL_LEN) if setting.small else (batch, _SHORT)
@@ -103,14 +104,18 @@ def _plain(layer: int, batch: int) -> Case:
         run = loaded.runs.decode(number, rows, length)
         moe = loaded.runs.layers[number].block.ffn
         if not isinstance(moe, PackedMoE):
-            # Without kernels our layer is plain PyTorch already.
+            if compile:
+                raise NotMeasured("the layer is plain PyTorch here already")
             return _prepared(run, layer_floor(loaded.config, number, length).num_bytes(rows, run.touched), 0.0)
         calls = plain_calls(loaded.runs, run, number, plain_experts(setting, moe.experts), grouped)
         floor = layer_floor(loaded.config, number, length)
+        if compile:
+            # One set of streams: every set would be compiled anew, and the weights alone are beyond the L2 cache.
+            calls = [compiled(calls[0], _COMPILE_S)]
         return Prepared(calls, floor.num_bytes(rows, run.touched), floor.flops(rows), count_kernels=True)
 
     params: dict[str, int | str] = {"layer": _NAMES[layer], "batch": batch, "context": _SHORT}
-    return Case("l.plain", params, prepare, Target("over_floor"), group="layers")
+    return Case("l.compiled" if compile else "l.plain", params, prepare, Target("over_floor"), group="layers")
 
 
 def _prefill(layer: int, tokens: int, target: Target, invariant: bool = False) -> Case:
@@ -146,6 +151,7 @@ def _cases() -> list[Case]:
     others = [_decode(layer, batch, _SHORT, Target("over_floor")) for layer in LAYERS if layer != 21 for batch in (1, 64)]
     cases[len(_DECODE_TARGETS) : len(_DECODE_TARGETS)] = others
     cases += [_plain(21, batch) for batch in (1, 8, 64)]
+    cases += [_plain(21, batch, compile=True) for batch in (1, 8, 64)]
     cases += [_decode(21, batch, _SHORT, Target("over_floor", *bounds), experts=48) for batch, bounds in _SHARE_TARGETS.items()]
     cases += [_prefill(3, tokens, Target("bf16", 0.40, 0.55)) for tokens in (4_096, 32_768)]
     # Last: the mode holds for a process, from the load of these layers on.

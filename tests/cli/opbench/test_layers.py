@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from deepinfer_cli.opbench.case import Setting
+import time
+
+import pytest
+import torch
+
+from deepinfer_cli.opbench.case import Call, NotMeasured, Setting
 from deepinfer_cli.opbench.cases.layers import CASES, LAYERS, _load
+from deepinfer_cli.opbench.plain_layer import compiled
 from engine.layer_runs import LayerRuns
 from engine.ops.registry import select
 
@@ -28,3 +34,35 @@ def test_layers_of_batch_invariant_mode_run_last_since_the_process_keeps_it() ->
             assert prepared.check()[0] == 0.0
     finally:
         select("auto", "cpu")
+
+
+def test_a_layer_that_does_not_compile_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(call: Call, **options: object) -> Call:
+        def wait() -> None:
+            while True:
+                time.sleep(0.01)
+
+        return wait
+
+    monkeypatch.setattr(torch, "compile", slow)
+    with pytest.raises(NotMeasured, match="not compiled in 1 s"):
+        compiled(lambda: None, 1.0)
+
+
+def test_a_layer_that_does_not_compile_at_all_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: Call, **options: object) -> Call:
+        def fail() -> None:
+            raise RuntimeError("no kernel for this\nand much more")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(NotMeasured, match=r"not compiled: RuntimeError: no kernel for this$"):
+        compiled(lambda: None, 30.0)
+
+
+def test_a_compiled_layer_is_run_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    seen: list[int] = []
+    compiled(lambda: seen.append(1), 30.0)
+    assert seen == [1, 1]

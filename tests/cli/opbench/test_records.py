@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from deepinfer_cli.opbench import registry
-from deepinfer_cli.opbench.case import Case, Prepared, Setting, Target, choose, num_copies, relative_error
+from deepinfer_cli.opbench.case import Case, NotMeasured, Prepared, Setting, Target, choose, num_copies, relative_error
 from deepinfer_cli.opbench.ceilings import Ceilings, measure_ceilings
+from deepinfer_cli.opbench.public_peers import optional_peer
 from deepinfer_cli.opbench.records import level, measure, reached, run_cases
 from deepinfer_cli.opbench.table import markdown, plain_text, rows
 from engine.errors import MachineError
@@ -61,6 +62,24 @@ def test_case_that_raises_does_not_end_the_run() -> None:
     assert "no such kernel" in records[0]["error"]["message"]
     assert records[1]["note"] == "functional check, not performance"
     assert "no such kernel" in plain_text(records)
+
+
+def test_case_with_nothing_to_measure_is_skipped_with_its_reason() -> None:
+    def nothing(setting: Setting) -> Prepared:
+        raise NotMeasured("not compiled in 3 s")
+
+    records = run_cases([case(nothing), case(adding)], CPU, CEILINGS)
+    assert records[0]["level"] == "skipped"
+    assert "not compiled in 3 s" in plain_text(records)
+    assert "time_us" in records[1]
+
+
+def test_peer_that_cannot_run_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    def missing() -> list[Callable[[], Any]]:
+        raise ImportError("No module named 'fast_kernels'")
+
+    assert optional_peer("fast kernels", missing) == {}
+    assert "fast kernels is left out: ImportError: No module named" in caplog.text
 
 
 def test_peer_is_timed_on_the_same_samples() -> None:
