@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepinfer_cli.opbench.page import page
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 470
 PYTEST = ["-m", "pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
+SERVER_MODULES = ("fastapi", "uvicorn", "httptools", "pydantic", "zmq", "msgspec", "xgrammar")
 # Seconds in which a part that ran into its limit may say how far it came.
 GRACE_S = 15
 
@@ -36,6 +38,8 @@ def parts(out: Path) -> dict[str, tuple[list[str], int]]:
         "golden vectors": (["-m", "tests.gpu.check", str(out), "golden"], 110),
         "where golden vectors part": (["-m", "tests.gpu.trace_rounding"], 30),
         "whole engines": (["-m", "tests.gpu.serve", str(out)], 60),
+        "over HTTP": (["-m", "tests.gpu.http_serve", str(out)], 60),
+        "first token of a hit": (["-m", "tests.gpu.hit_ttft", str(out)], 80),
         "kernels": (["-m", "tests.gpu.bench", str(out), "kernels"], 90),
         "layers": (["-m", "tests.gpu.bench", str(out), "layers"], 200),
     }
@@ -78,6 +82,9 @@ def main() -> int:
     began, checks = time.monotonic(), {}
     for name, (arguments, limit_s) in parts(out).items():
         if name == "where golden vectors part" and checks["golden vectors"]["passed"]:
+            continue
+        if name == "over HTTP" and (missing := [module for module in SERVER_MODULES if find_spec(module) is None]):
+            checks[name] = {"passed": False, "seconds": 0.0, "detail": f"not run, this machine lacks {', '.join(missing)}"}
             continue
         left = LIMIT_S - (time.monotonic() - began)
         if left < 5:
