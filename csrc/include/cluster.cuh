@@ -17,11 +17,15 @@ __device__ __forceinline__ T over_block(T value, T* scratch, Combine combine) {
     return all;
 }
 
-// Brings a number of every block to all blocks: slots[r] is the one of rank r behind `sync_cluster`. Each array of slots serves once per row.
+// Brings a number of every block to all blocks: slots[r] is the one of rank r behind `sync_told`. Each array of slots serves once per row.
 template <int kBlocks, class T>
 __device__ __forceinline__ void tell_all(T value, T (&slots)[kBlocks]) {
+    static_assert(kBlocks <= 32);
     if (threadIdx.x < kBlocks) *of_rank(slots + cluster_rank(), threadIdx.x) = value;
 }
+
+// Behind `tell_all`, and behind a barrier of the block for what its other threads wrote.
+__device__ __forceinline__ void sync_told() { sync_cluster(threadIdx.x < 32); }
 
 template <int kBlocks, class T, class Combine>
 __device__ __forceinline__ T over_slots(const T (&slots)[kBlocks], Combine combine) {

@@ -88,9 +88,10 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
             const unsigned weight = fixed_point(value);
             if (weight != 0) atomic_add_shared(&board.masses[bin], weight);
         });
-        sync_cluster();
+        sync_block();
+        sync_told();
         if (rank == 0) find_bin<kThreads>(board, bins, count_before, mass_before, count_limit, most);
-        sync_cluster();
+        sync_cluster(rank == 0);
         if (board.found[0] < 0) return {0, kNoId};  // in the first round only: everything stays
         prefix = prefix << bits | static_cast<int>(board.found[0]);
         count_before = board.found[1];
@@ -107,7 +108,7 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
     for (int place = share.begin; place < share.end; ++place) ties += tied(place);
     if (thread == 0) board.cut_id = kNoId;
     tell_all(over_block<kThreads>(ties, board.scratch, [](uint32_t a, uint32_t b) { return a + b; }), board.ties);
-    sync_cluster();
+    sync_told();
     int64_t before = 0;
     for (int other = 0; other < rank; ++other) before += board.ties[other];
     if (before < stay && stay <= before + board.ties[rank]) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
             set_all<kPieces>(&board.cut_id, piece.begin + place);
         }
     }
-    sync_cluster();
+    sync_cluster(true);
     return {prefix, board.cut_id};
 }
 

@@ -85,7 +85,7 @@ __device__ __forceinline__ void sync_block() { __syncthreads(); }
 // Clusters exist from SM90 on; kernels that use them trap elsewhere and are not launched there.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 __device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ void sync_cluster() { asm volatile("trap;"); }
+__device__ __forceinline__ void sync_cluster(bool) { asm volatile("trap;"); }
 template <class T>
 __device__ __forceinline__ T* of_rank(T* shared, int) {
     return shared;
@@ -97,9 +97,15 @@ __device__ __forceinline__ int cluster_rank() {
     return static_cast<int>(rank);
 }
 
-// What any thread of the cluster wrote before, also to another block's shared memory, all see behind it.
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+// All threads of the cluster come, and find what those that `tell` wrote for them before, also in their own shared memory, and what had come
+// to those over a barrier of their block. The fence that this takes is slow, so threads that wrote nothing leave it out. tells: of a warp.
+__device__ __forceinline__ void sync_cluster(bool tells) {
+    if (tells) {
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The same place in the shared memory of another block of the cluster.

@@ -181,7 +181,7 @@ __device__ __forceinline__ int race(const Piece& piece, uint64_t key, float per_
     const int winner = over_block<kThreads>(bits == least ? id : kNoId, board.id_scratch, lower);
     tell_all(least, board.times);
     tell_all(winner, board.time_ids);
-    sync_cluster();
+    sync_told();
     const uint64_t first = over_slots(board.times, earlier);
     int all = kNoId;
     for (int rank = kPieces - 1; rank >= 0; --rank) {
@@ -199,7 +199,7 @@ __device__ __forceinline__ int invert(const Piece& piece, int64_t number, float 
         sum += (fixed_point(e.x * per_sum) + fixed_point(e.y * per_sum)) + (fixed_point(e.z * per_sum) + fixed_point(e.w * per_sum));
     }
     tell_all(over_block<kThreads>(sum, board.weight_scratch, [](uint32_t a, uint32_t b) { return a + b; }), board.weights);
-    sync_cluster();
+    sync_told();
     int64_t total = 0;
     for (int rank = 0; rank < kPieces; ++rank) total += board.weights[rank];
     // floor(number / 2^53 * total) without overflow: 31 high bits and 22 low bits of the number.
@@ -233,10 +233,10 @@ __global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads) draw_rows(const
     const int row = blockIdx.x / kPieces, rank = cluster_rank(), mode = p.modes[row];
     const Piece piece = piece_of(p, values);
     start_loads<kThreads>(piece, p.logits + row * p.row_stride);
-    sync_cluster();  // all blocks have begun: their memory may be written
+    sync_cluster(false);  // all blocks have begun: their memory may be written
     const auto better = [](uint64_t a, uint64_t b) { return a > b ? a : b; };
     tell_all(over_block<kThreads>(largest<kThreads>(piece), board.top_scratch, better), board.tops);
-    sync_cluster();
+    sync_told();
     const uint64_t best = over_slots(board.tops, better);
     const float top = logit_of(best);
     int id = id_of(best);
@@ -245,7 +245,7 @@ __global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads) draw_rows(const
         const float temperature = p.temperature[row];
         const auto plus = [](float a, float b) { return a + b; };
         tell_all(over_block<kThreads>(exponentials<kThreads>(piece, top, 1.0f / temperature), board.sum_scratch, plus), board.sums);
-        sync_cluster();
+        sync_told();
         const float per_sum = 1.0f / over_slots(board.sums, plus);
         if (p.top_p != nullptr) {
             const Cut cut = find_cut<kThreads>(p, row, piece, per_sum, cuts);

@@ -84,9 +84,10 @@ __device__ __forceinline__ uint32_t find_threshold(const float* values, int coun
             const bool fits = shift == 21 || key >> (shift + bits) == prefix;
             if (fits && key > kNothing) atomic_add_shared(&board.bins[bins - 1 - (key >> shift & (bins - 1))], 1u);  // the best first
         }
-        sync_cluster();
+        sync_block();
+        sync_told();
         if (cluster_rank() == 0) find_digit(board, bins, before, k);
-        sync_cluster();
+        sync_cluster(cluster_rank() == 0);
         if (board.found[0] < 0) return kNothing;  // in the first round only
         prefix = prefix << bits | static_cast<uint32_t>(board.found[0]);
         before = board.found[1];
@@ -114,7 +115,7 @@ __global__ void DIX_CLUSTER(kBlocks) __launch_bounds__(kThreads) select_rows(con
         wait_copies<0>();
         values = room;
     }
-    sync_cluster();  // all blocks have begun, and all scores of this one are there
+    sync_cluster(false);  // all blocks have begun: their memory may be written
     const uint32_t threshold = find_threshold(values, count, p.k, board);
 
     const Share share = share_of<kThreads>(count);
@@ -126,7 +127,7 @@ __global__ void DIX_CLUSTER(kBlocks) __launch_bounds__(kThreads) select_rows(con
     uint64_t before = sum_before<kThreads>(mine, board.buffer);
     const uint64_t total = board.buffer[kThreads - 1];
     tell_all(total, board.totals);
-    sync_cluster();
+    sync_told();
     uint64_t everything = 0;
     for (int other = 0; other < kBlocks; ++other) {
         if (other == rank) before += everything;

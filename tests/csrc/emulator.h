@@ -161,7 +161,7 @@ inline uint16_t round_bits(float x) {
 
 inline unsigned char* shared_memory() { return emulator::shared[emulator::block()].data(); }
 inline int cluster_rank() { return emulator::block(); }
-inline void sync_cluster() { emulator::meet(emulator::of_cluster, static_cast<int>(emulator::threads.size())); }
+inline void sync_cluster(bool) { emulator::meet(emulator::of_cluster, static_cast<int>(emulator::threads.size())); }
 template <class T>
 T* of_rank(T* shared, int rank) {
     const auto offset = reinterpret_cast<unsigned char*>(shared) - shared_memory();
