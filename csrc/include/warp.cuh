@@ -73,6 +73,11 @@ __device__ __forceinline__ float bf16_value(uint16_t bits) { return __uint_as_fl
 __device__ __forceinline__ int atomic_add_shared(int* counter, int value) { return atomicAdd(counter, value); }
 __device__ __forceinline__ void atomic_add_shared(unsigned* counter, unsigned value) { atomicAdd(counter, value); }
 __device__ __forceinline__ float quick_log(float x) { return __logf(x); }
+__device__ __forceinline__ float power_of_two(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
 __device__ __forceinline__ float value_of(int bits) { return __int_as_float(bits); }
 template <class T>

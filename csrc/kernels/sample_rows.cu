@@ -49,16 +49,19 @@ __device__ __forceinline__ uint64_t largest(const Piece& piece) {
     return rank_of(top, id);
 }
 
+// exp((logit - top) / temperature) in place of the logits; their sum. By powers of two: what that costs in digits is what a rounding of the
+// logits costs as well.
 template <int kThreads>
-__device__ __forceinline__ float exponentials(const Piece& piece, float top, float per_temperature) {
+__device__ __forceinline__ float exponentials(const Piece& piece, float top, float temperature) {
+    const float factor = 1.4426950408889634f / temperature;
     float sum = 0.0f;
     for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
         float4& x = piece.vector(v);
         float4 e;
-        e.x = expf((x.x - top) * per_temperature);
-        e.y = expf((x.y - top) * per_temperature);
-        e.z = expf((x.z - top) * per_temperature);
-        e.w = expf((x.w - top) * per_temperature);
+        e.x = power_of_two((x.x - top) * factor);
+        e.y = power_of_two((x.y - top) * factor);
+        e.z = power_of_two((x.z - top) * factor);
+        e.w = power_of_two((x.w - top) * factor);
         x = e;
         sum += (e.x + e.y) + (e.z + e.w);
     }
@@ -67,13 +70,15 @@ __device__ __forceinline__ float exponentials(const Piece& piece, float top, flo
 
 template <int kThreads>
 __device__ __forceinline__ void drop(const Piece& piece, float per_sum, Cut cut, float least) {
+    const auto kept = [&](int id, float e) {
+        const float p = e * per_sum;
+        const int bits = bits_of(p);
+        return (bits > cut.level || (bits == cut.level && id <= cut.last_id)) && p >= least ? e : 0.0f;
+    };
     for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
-        for (int place = 4 * v; place < 4 * v + 4; ++place) {
-            const float p = piece.values[place] * per_sum;
-            const int bits = bits_of(p);
-            const bool stays = (bits > cut.level || (bits == cut.level && piece.begin + place <= cut.last_id)) && p >= least;
-            if (!stays) piece.values[place] = 0.0f;
-        }
+        const float4 e = piece.vector(v);
+        const int id = piece.begin + 4 * v;
+        piece.vector(v) = {kept(id, e.x), kept(id + 1, e.y), kept(id + 2, e.z), kept(id + 3, e.w)};
     }
 }
 
@@ -244,7 +249,7 @@ __global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads) draw_rows(const
     if (mode != kGreedy && top > -INFINITY && top < INFINITY) {
         const float temperature = p.temperature[row];
         const auto plus = [](float a, float b) { return a + b; };
-        tell_all(over_block<kThreads>(exponentials<kThreads>(piece, top, 1.0f / temperature), board.sum_scratch, plus), board.sums);
+        tell_all(over_block<kThreads>(exponentials<kThreads>(piece, top, temperature), board.sum_scratch, plus), board.sums);
         sync_told();
         const float per_sum = 1.0f / over_slots(board.sums, plus);
         if (p.top_p != nullptr) {

@@ -244,6 +244,7 @@ inline uint32_t rotate_left(uint32_t x, int bits) { return std::rotl(x, bits); }
 inline void atomic_add_shared(unsigned* counter, unsigned value) { *counter += value; }
 inline float quick_log(float x) { return std::log(x); }
 
+inline float power_of_two(float x) { return std::exp2(x); }
 inline int bits_of(float x) { return std::bit_cast<int>(x); }
 inline float value_of(int bits) { return std::bit_cast<float>(bits); }
 inline int atomic_add_shared(int* counter, int value) { return (*counter += value) - value; }
