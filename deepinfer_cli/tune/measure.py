@@ -96,6 +96,8 @@ class Bench:
         """One run at an interval. Raises: NotMeasurable when it is not valid."""
         self.set(value)
         server = preflight(self._api, recipe)
+        # Intervals count the decode steps since the last prompt step: the preflight's answer leaves some, an answer of one token none.
+        self._api.chat({"model": server.model, "messages": [{"role": "user", "content": "Go."}], "max_tokens": 1, "temperature": 0})
         run = Run(self._call, recipe, server, self._api, self._key, {"tune": what, KEY: str(value)})
         self._say(f"{what} · interval {value} · {recipe.requests} requests")
         verdict, code = run.execute()
@@ -143,7 +145,7 @@ def calibrate(bench: Bench, load: Recipe, lone_tokens: int) -> StepCosts:
         wake_s=wake_s,
         decode_s=max(0.0, gaps[0][0] - row_s - vote_s),
         decode_row_s=row_s,
-        prompt_s=max(0.0, times[0] / 1e3 - token_s * sizes[0] - 2 * vote_s),
+        prompt_s=max(0.0, times[0] / 1e3 - token_s * sizes[0] - vote_s),
         prompt_token_s=token_s,
         overhead_s=outside_engine_s(small),
         tokens_per_step=gaps[0][1],
@@ -151,12 +153,15 @@ def calibrate(bench: Bench, load: Recipe, lone_tokens: int) -> StepCosts:
 
 
 def votes_of(waits: list[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds a step, seconds to wake up) from a short and a long wait, each as (steps, seconds in the queue)."""
+    """(seconds a step, seconds to wake up) from a short and a long wait, each as (steps, seconds in the queue).
+
+    Of the two votes of a prompt step the first is the queue's, the second the prefill's: a prompt is admitted in between.
+    """
     (few, short_s), (many, long_s) = waits
     if many <= few:  # a single rank never waits
         return 0.0, max(0.0, short_s)
     vote_s = max(0.0, (long_s - short_s) / (many - few))
-    return vote_s, max(0.0, short_s - few * vote_s)
+    return vote_s, max(0.0, short_s - (few + 1) * vote_s)
 
 
 def outside_engine_s(good: pd.DataFrame) -> float:
@@ -170,7 +175,7 @@ def refined(costs: StepCosts, lone: pd.DataFrame) -> StepCosts:
 
     They are the same work at every interval, so a machine that got slower since the calibration moves them all alike.
     """
-    tokens, prefill_s = float(lone["prompt_tokens"].median()), float(lone["prefill_ms"].median()) / 1e3
+    tokens, prefill_s = float(lone["prompt_tokens"].median()), max(0.0, float(lone["prefill_ms"].median()) / 1e3 - costs.vote_s)
     prompt_s = max(0.0, prefill_s - costs.prompt_token_s * tokens)
     token_s = min(costs.prompt_token_s, prefill_s / tokens)
     return dataclasses.replace(costs, prompt_s=prompt_s, prompt_token_s=token_s, overhead_s=outside_engine_s(lone))
@@ -182,7 +187,7 @@ def under_load(costs: StepCosts, load: pd.DataFrame, gaps_ms: pd.Series[float]) 
     The medians of prompt steps and gaps scale the calibrated times; how they depend on tokens and sequences stays as calibrated.
     """
     prompt = costs.prompt(int(load["prompt_tokens"].median()))
-    slower = float(load["prefill_ms"].median()) / 1e3 / prompt if prompt else 1.0
+    slower = max(0.0, float(load["prefill_ms"].median()) / 1e3 - costs.vote_s) / prompt if prompt else 1.0
     decode = costs.decode(1) + costs.vote_s
     slower_decode = float(gaps_ms.median()) / 1e3 / decode if decode and len(gaps_ms) else 1.0
     return dataclasses.replace(
@@ -263,7 +268,7 @@ def simulated_sample(lone: list[Simulated], load: list[Simulated], costs: StepCo
     """The same numbers of simulated requests; `load` may be empty."""
     waits = mean_wait_steps(lone)
     lone_ms = (float(np.median([r.ttft_s for r in lone])) + costs.overhead_s) * 1e3
-    queue_ms = (waits * costs.vote_s + costs.wake_s) * 1e3  # a lone request waits while nobody computes
+    queue_ms = ((waits + 1) * costs.vote_s + costs.wake_s) * 1e3  # a lone request waits while nobody computes, then for the vote
     if not load:
         return Sample(waits, queue_ms, lone_ms)
     ttft = np.asarray([r.ttft_s + load_costs.overhead_s for r in load]) * 1e3

@@ -6,14 +6,18 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pandas as pd
 import pytest
 
 from deepinfer_cli.bench import harness
 from deepinfer_cli.bench.recipe import load_recipe
+from deepinfer_cli.tune import measure
 from deepinfer_cli.tune.choice import choose
 from deepinfer_cli.tune.measure import Measurement, NotMeasurable, Sample, check_load
+from deepinfer_cli.tune.simulator import SimulatedGroup, StepCosts, Workload, simulate
 from deepinfer_cli.tune.write import with_value, write_value
 from tests.cli.fake_server import serving
 
@@ -102,6 +106,54 @@ def test_a_foreign_server_cannot_be_tuned(dix: Dix) -> None:
     assert "/deepinfer/scheduling" in ran.err
 
 
+def test_the_count_of_decode_steps_begins_anew_right_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the preflight's answer decoded would shorten the first request's wait."""
+    happened: list[Any] = []
+
+    class Server:
+        url, model = "http://server", lambda self: "m"
+        get = lambda self, path: {measure.KEY: 7}  # noqa: E731
+        post = lambda self, path, body: happened.append(body[measure.KEY])  # noqa: E731
+        chat = lambda self, body: happened.append(f"chat of {body['max_tokens']}")  # noqa: E731
+
+    class Run:
+        folder = tmp_path
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def execute(self) -> tuple[Any, int]:
+            happened.append("run")
+            return SimpleNamespace(valid=True), 0
+
+    monkeypatch.setattr(measure, "preflight", lambda api, recipe: happened.append("preflight") or SimpleNamespace(model="m"))
+    monkeypatch.setattr(measure, "Run", Run)
+    monkeypatch.setattr(measure, "summarize", lambda folder: None)
+    bench = measure.Bench(cast("Any", None), cast(Any, Server()), "", lambda text: None)
+    bench.run(load_recipe("prefill-interval"), 2, "lone")
+    assert happened == [2, "preflight", "chat of 1", "run"]
+
+
+@pytest.mark.parametrize("value", [1, 2, 100])
+def test_the_simulator_gives_back_the_account_that_its_costs_were_taken_from(value: int) -> None:
+    """An engine with known times: what it would say of lone requests is what the simulator then says."""
+    vote_ms, wake_ms, work_ms, outside_ms = 4.0, 3.0, 10.0, 2.0
+
+    def queue_ms(steps: int) -> float:
+        return wake_ms + (steps + 1) * vote_ms  # the last vote admits the prompt
+
+    prefill_ms = vote_ms + work_ms  # the second vote comes behind the admission
+    account = {"prompt_tokens": 32.0, "server_queue_ms": queue_ms(value), "restore_ms": 0.0, "prefill_ms": prefill_ms}
+    lone = pd.DataFrame([{**account, "ttft_ms": queue_ms(value) + prefill_ms + outside_ms}])
+    vote_s, wake_s = measure.votes_of([(steps, queue_ms(steps) / 1e3) for steps in (1, 500)])
+    costs = measure.refined(StepCosts(vote_s, 0.02, 0.0, 0.5, 0.0, wake_s), lone)
+    work = Workload(prompt_tokens=32, output_tokens=1, count=3, think_s=0.1)
+    simulated = simulate(work, SimulatedGroup(ranks=4, attempt=70, any_=value, costs=costs))
+    sample = measure.simulated_sample(simulated, [], costs, costs)
+    assert sample.wait_steps == value
+    assert sample.queue_ms == pytest.approx(queue_ms(value))
+    assert sample.lone_ttft_ms == pytest.approx(queue_ms(value) + prefill_ms + outside_ms)
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -122,6 +174,7 @@ def test_a_lone_request_waits_as_long_as_simulated(dix: Dix, tmp_path: Path, mon
     short, long = document["values"]
     assert short["mean"]["wait_steps"] <= 2
     assert long["mean"]["wait_steps"] == pytest.approx(100, rel=0.1)
+    assert abs(short["difference"]["wait_steps"]) <= 0.1
     assert abs(long["difference"]["wait_steps"]) <= 0.1
     assert document["step_costs"]["vote_s"] > 0
     assert (tmp_path / "tune.html").stat().st_size > 5_000
