@@ -23,12 +23,12 @@ struct IndexScores {
     int num_rows, num_heads, width, num_allowed;
     int log_per_block, log_size;  // entries of a block of the cache, of a candidate block
     int programs;                 // thread blocks that share a row
+    int ahead;                    // tiles under way, 2 where nothing else is listed below
 };
 
 constexpr int kScoreThreads = 128;
 constexpr int kScoreWarps = kScoreThreads / 32;
 constexpr int kTileEntries = 16;
-constexpr int kAhead = 2;  // tiles under way
 
 // What a lane reads of entries g and g + 8 of a tile: eight channels a word.
 template <int kWords>
@@ -90,8 +90,9 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (
 // E8M0 to the factor of an E2M1 value in bf16, twice: the scale * 2^126 / 2^16, which the weights multiply back. 6 * 2^17 and more: infinite.
 __device__ __forceinline__ uint32_t factor(uint32_t scale) { return (scale < 145 ? scale + 110 : 255) * 0x00800080u; }
 
-template <int kWords, int kHeadTiles, bool kRestricted>
-__global__ void __launch_bounds__(kScoreThreads) score(const IndexScores p) {
+// kAhead: tiles under way. Of the largest shape, one leaves registers for four blocks a multiprocessor, more for three.
+template <int kWords, int kHeadTiles, bool kRestricted, int kAhead>
+__global__ void __launch_bounds__(kScoreThreads, kAhead == 1 ? 4 : 3) score(const IndexScores p) {
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int64_t row = blockIdx.x / p.programs;
     const int count = static_cast<int>(p.count[row]);
@@ -166,20 +167,22 @@ extern "C" int dix_index_scores(const dix::IndexScores* p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     if (p->num_rows == 0) return cudaSuccess;
     const int grid = p->num_rows * p->programs;
-#define DIX_SCORE(words, tiles)                                               \
-    if (p->width == 32 * words && p->num_heads == 8 * tiles) {                    \
-        if (p->allowed != nullptr) {                                              \
-            DIX_LAUNCH((score<words, tiles, true>), grid, kScoreThreads, 0, s, *p);  \
-        } else {                                                                  \
-            DIX_LAUNCH((score<words, tiles, false>), grid, kScoreThreads, 0, s, *p); \
-        }                                                                         \
-        return cudaGetLastError();                                                \
+#define DIX_SCORE(words, tiles, under_way)                                                   \
+    if (p->width == 32 * words && p->num_heads == 8 * tiles && p->ahead == under_way) {      \
+        if (p->allowed != nullptr) {                                                         \
+            DIX_LAUNCH((score<words, tiles, true, under_way>), grid, kScoreThreads, 0, s, *p);  \
+        } else {                                                                             \
+            DIX_LAUNCH((score<words, tiles, false, under_way>), grid, kScoreThreads, 0, s, *p); \
+        }                                                                                    \
+        return cudaGetLastError();                                                           \
     }
-    DIX_SCORE(4, 4)
-    DIX_SCORE(4, 2)
-    DIX_SCORE(2, 2)
-    DIX_SCORE(1, 2)
-    DIX_SCORE(1, 4)
+    DIX_SCORE(4, 4, 1)
+    DIX_SCORE(4, 4, 2)
+    DIX_SCORE(4, 4, 3)
+    DIX_SCORE(4, 2, 2)
+    DIX_SCORE(2, 2, 2)
+    DIX_SCORE(1, 2, 2)
+    DIX_SCORE(1, 4, 2)
 #undef DIX_SCORE
     return cudaErrorInvalidValue;
 }

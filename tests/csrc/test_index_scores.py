@@ -16,10 +16,10 @@ def run():
     return emulated_kernels()
 
 
-def score(run, problem, allowed=None, size=4, rows=slice(None), residents=2):
+def score(run, problem, allowed=None, size=4, rows=slice(None), residents=2, ahead=2):
     assert fits(problem.query, problem.paged, size)
     columns = problem.num_entries if allowed is None else allowed.shape[1] * size
-    return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, residents)
+    return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, residents, ahead)
 
 
 @pytest.mark.parametrize(("heads", "width"), [(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)])
@@ -27,6 +27,10 @@ def test_every_entry_gets_the_score_of_the_definition(run, heads, width):
     lens = [1, 40, 0, 17, 150, 16]
     problem = Problem("cpu", lens, heads=heads, width=width)
     got = score(run, problem)
+    if (heads, width) == (32, 128):
+        for ahead in (1, 3):
+            other = score(run, problem, ahead=ahead)
+            assert all(torch.equal(other[row, :count], got[row, :count]) for row, count in enumerate(lens))
     for row, count in enumerate(lens):
         wanted = problem.scores(row)
         assert (got[row, :count] - wanted).abs().max() <= 1e-5 * wanted.abs().max() if count else True

@@ -80,7 +80,8 @@ def _index(setting: Setting) -> Iterator[Line]:
         kernels, part = machine(query.q.device), slice(0, rows)
         wanted = triton_search.scores_of(query, keys, part, 131_072, None, 8)
         runs: dict[str, Callable[[], Any]] = {
-            f"residents {n}": partial(index_search.scores_of, *kernels, query, keys, part, 131_072, None, 8, n) for n in (6, 3, 12, 24)
+            f"{n} a processor, {ahead} ahead": partial(index_search.scores_of, *kernels, query, keys, part, 131_072, None, 8, n, ahead)
+            for n, ahead in ((6, 2), (3, 2), (12, 2), (24, 2), (4, 1), (8, 1), (16, 1), (3, 3), (6, 3))
         }
         runs["triton"] = partial(triton_search.scores_of, query, keys, part, 131_072, None, 8)
         largest = wanted.abs().max()

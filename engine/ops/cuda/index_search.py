@@ -52,8 +52,12 @@ def scores_of(
     allowed: Tensor | None,
     block_size: int,
     residents: int = _RESIDENTS,
+    ahead: int = 2,
 ) -> Tensor:
-    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was."""
+    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was.
+
+    residents: thread blocks per multiprocessor. ahead: tiles of keys under way, 1 to 3 for 32 heads of width 128, else 2.
+    """
     q, weights, seq, count = query.q[rows], query.weights[rows], query.seq[rows], query.count[rows]
     num_rows, heads, width = q.shape
     out = torch.empty(num_rows, columns, device=q.device)
@@ -79,6 +83,7 @@ def scores_of(
         log_per_block=keys.per_block.bit_length() - 1,
         log_size=block_size.bit_length() - 1,
         programs=programs,
+        ahead=ahead,
     )
     check_launch(run.scores(ctypes.byref(arguments), stream), "index_search")
     return out
