@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from server import protocol
 from server.answers import FINGERPRINT
 from server.cache_explain import described
+from server.docs_page import POLICY, docs_page
 from server.errors import ApiError, BadRequest, Unavailable
 from server.fields import Fields
 from server.front_state import Front
@@ -28,6 +30,11 @@ def page() -> Response:
     """The page for people: one file, no external assets; what it calls needs the key."""
     policy = "default-src 'self'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'"
     return Response(PAGE_PATH.read_bytes(), media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": policy})
+
+
+def docs(document: Mapping[str, Any]) -> Response:
+    """The OpenAPI document for people."""
+    return Response(docs_page(document), media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": POLICY})
 
 
 def live() -> Response:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_cli.units import show_number
@@ -211,6 +212,6 @@ def page(points: list[Point], title: str, stamp: str | None) -> str:
                 "Decode: throughput against interactivity", "Up and right is better; along a line the batch grows.", svg, grids[-1], legend
             )
         )
-    tables = "".join(f"<section><h3>{grid.title}</h3>{table(grid)}</section>" for grid in grids)
+    tables = "".join(f"<section><h3>{escape(grid.title)}</h3>{table(grid)}</section>" for grid in grids)
     parts = [banner(stamp)] if stamp else []
     return document(title, [*parts, figures_html(made), f"<article><h2>Numbers</h2>{tables}</article>"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 from deepinfer_cli.report.html import banner, document, figures_html, table
@@ -94,9 +95,9 @@ def _curve(measured: Sequence[Measurement], name: str, title: str, unit: str) ->
 
 def page(measured: Sequence[Measurement], choice: Choice, costs: StepCosts, head: str, stamp: str | None) -> str:
     shown = (result_grid(measured, choice), simulation_grid(measured))
-    grids = "".join(f"<section><h3>{grid.title}</h3>{table(grid)}</section>" for grid in shown)
+    grids = "".join(f"<section><h3>{escape(grid.title)}</h3>{table(grid)}</section>" for grid in shown)
     parts = [banner(stamp)] if stamp else []
-    parts.append(f"<article><h2>{head}</h2>{grids}<p class='quiet'>{costs_line(costs)}</p></article>")
+    parts.append(f"<article><h2>{escape(head)}</h2>{grids}<p class='quiet'>{escape(costs_line(costs))}</p></article>")
     return document("dix tune prefill-interval", [*parts, figures_html(figures(measured))])
 
 

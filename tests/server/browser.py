@@ -25,10 +25,11 @@ def chromium() -> str | None:
 
 
 class Page:
-    """One tab. `problems` collects what the page wrote to its console as an error, and exceptions."""
+    """One tab. `problems` collects what the page wrote to its console as an error, and exceptions; `dialogs` what it asked people."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.problems: list[str] = []
+        self.dialogs: list[str] = []
         self.requested: list[str] = []
         self._socket = socket
         self._number = 0
@@ -44,15 +45,21 @@ class Page:
                 self.problems.append(str(data["params"]["exceptionDetails"]))
             elif data["method"] == "Log.entryAdded" and data["params"]["entry"]["level"] == "error":
                 self.problems.append(data["params"]["entry"]["text"])
+            elif data["method"] == "Page.javascriptDialogOpening":
+                self.dialogs.append(data["params"]["message"])
+                await self._post("Page.handleJavaScriptDialog", accept=False)
             elif data["method"] == "Network.requestWillBeSent":
                 self.requested.append(data["params"]["request"]["url"])
 
-    async def send(self, method: str, **params: Any) -> dict[str, Any]:
+    async def _post(self, method: str, **params: Any) -> asyncio.Future[dict[str, Any]]:
         self._number += 1
-        self._answers[self._number] = asyncio.get_running_loop().create_future()
-        number = self._number
+        number, waiting = self._number, asyncio.get_running_loop().create_future()
+        self._answers[number] = waiting
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        answer = await asyncio.wait_for(self._answers[number], 30)
+        return waiting
+
+    async def send(self, method: str, **params: Any) -> dict[str, Any]:
+        answer = await asyncio.wait_for(await self._post(method, **params), 30)
         assert "error" not in answer, answer
         return dict(answer["result"])
 

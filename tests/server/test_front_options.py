@@ -134,3 +134,13 @@ def test_required_key_and_unknown_metric_names_are_refused_at_start(tmp_path: Pa
     with pytest.raises(ConfigError, match="metrics_compat"):
         ServerConfig(metrics_compat="vllm,other")
     assert launcher.read_keys("") == []
+
+
+def test_the_page_of_the_interface_needs_no_other_host(client: httpx.Client) -> None:
+    answer = client.get("/docs")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "script-src" not in answer.headers["content-security-policy"]
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not [word for word in ("<script", "http://", "https://") if word in answer.text]
+    for path, methods in client.get("/openapi.json").json()["paths"].items():
+        assert f"<code>{path}</code>" in answer.text, (path, methods)
