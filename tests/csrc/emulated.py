@@ -20,4 +20,4 @@ def emulated_kernels() -> Kernels:
     version = sha256((_HERE / "emulator.h").read_bytes()).hexdigest()[:8]
     flags = ("-x", "c++", "-O1", f"-I{_HERE}", f"-DEMULATOR={version}", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas")
     library: ctypes.CDLL = load(Library("packed_gemm_emulated", SOURCES, flags=flags), default_build_dir())
-    return Kernels.of(library, num_processors=1)
+    return Kernels.of(library, num_processors=1, warpgroups=True)

@@ -22,7 +22,7 @@ from tests.ops.random_experts import random_experts
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_the_sources_compile_for_hopper(tmp_path):
-    assert build(Library("packed_gemm", SOURCES, "sm_90"), tmp_path).stat().st_size > 0
+    assert build(Library("packed_gemm", SOURCES, "sm_90a"), tmp_path).stat().st_size > 0
 
 
 PACK = {Format.FP4: (encode_fp4_rows, pack_fp4), Format.FP8: (encode_fp8_blocks, pack_fp8)}
@@ -76,24 +76,26 @@ def test_products_of_few_rows(run, format, rows, columns, tokens, shape):
     close(out, product(x, weights), 1e-6 if format is Format.FP4 else 4e-3)
 
 
+@pytest.mark.parametrize("warpgroups", [False, True])
 @pytest.mark.parametrize("format", Format)
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(16, 256, 1), (40, 96, 20), (560, 320, 33), (24, 128, 130)])
-def test_products_of_many_rows(run, format, rows, columns, tokens):
+def test_products_of_many_rows(run, format, rows, columns, tokens, warpgroups):
     """One row, half tiles, more rows than one block of threads has, a second item."""
     encode, pack = PACK[format]
     weights = pack(*encode(torch.randn(rows, columns) * columns**-0.5))
     x = torch.randn(tokens, columns).bfloat16()
     out = nan_like(Format.FP8, tokens, rows)
-    dense(run, 0, padded(x, weights), weights, out, Shape(MANY), Epilogue.BF16)
+    dense(run, 0, padded(x, weights), weights, out, Shape(MANY, warpgroups=warpgroups), Epilogue.BF16)
     close(out, product(x, weights), 4e-3)
 
 
+@pytest.mark.parametrize("warpgroups", [False, True])
 @pytest.mark.parametrize("quantize", [False, True])
-def test_experts_with_many_rows(run, quantize):
+def test_experts_with_many_rows(run, quantize, warpgroups):
     some = random_experts(2, 64, 96)
     x = (torch.randn(40, 96) * 3).bfloat16()
     ids, weights = torch.randint(0, 2, (40, 1)), torch.rand(40, 1)
-    got = run_experts(run, 0, x, ids, weights, some, 2.0, quantize)
+    got = run_experts(run, 0, x, ids, weights, some, 2.0, quantize, warpgroups=warpgroups)
     close(got, PACKED_EXPERTS.reference(x, ids, weights, some, 2.0, quantize), 4e-2 if quantize else 1e-2)
 
 

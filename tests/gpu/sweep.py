@@ -1,4 +1,4 @@
-"""Forms of a kernel against each other on a GPU: `python -m tests.gpu.sweep OUT [boundary|attention|compress ...]`. Under 100 s.
+"""Forms of a kernel against each other on a GPU: `python -m tests.gpu.sweep OUT [experts|attention|boundary|compress ...]`. Under 100 s.
 
 Every kernel's forms run in a process of their own, so that one that hangs or dies costs its own time only. Each form is compared with the
 reference before it is timed, and the forms of a kernel are timed side by side. Prints one table; what wins becomes the default by hand.
@@ -95,7 +95,28 @@ def compress(setting: Setting) -> dict[str, Forms]:
     return found
 
 
-KERNELS = {"attention": attention, "boundary": boundary, "compress": compress}
+def experts(setting: Setting) -> dict[str, Forms]:
+    from deepinfer_cli.opbench.cases.moe import expert_problem
+    from engine.ops.cuda.packed_experts import launch
+    from engine.ops.packed_experts import PACKED_EXPERTS
+
+    found: dict[str, Forms] = {}
+    for tokens in (4096, 32_768):
+        x, ids, weights, packed, limit = expert_problem(setting, tokens)
+        few = torch.arange(tokens, device=x.device)[:: tokens // 8][:8]
+        wanted = PACKED_EXPERTS.reference(x[few], ids[few], weights[few], packed, limit, False)
+
+        def form(
+            warpgroups: bool, problem=(x, ids, weights, packed, limit), few=few, wanted=wanted
+        ) -> tuple[Sequence[Call], Callable[[], float]]:
+            call = partial(launch, *problem, False, warpgroups=warpgroups)
+            return [call], lambda: relative_error(call()[few], wanted)
+
+        found[f"experts, {tokens} tokens"] = {f"warpgroups={wanted}": form(wanted) for wanted in (False, True)}
+    return found
+
+
+KERNELS = {"experts": experts, "attention": attention, "boundary": boundary, "compress": compress}
 
 
 @torch.inference_mode()

@@ -49,6 +49,14 @@ def plain_experts(setting: Setting, experts: PackedExperts) -> tuple[Tensor, Ten
     return setting.shared("plain experts", make)
 
 
+def expert_problem(setting: Setting, rows: int) -> tuple[Tensor, Tensor, Tensor, PackedExperts, float]:
+    """Tokens, their choices and the choices' weights, experts, and the limit of their activation."""
+    num, choices, hidden, inner = (8, 2, 64, 32) if setting.small else (_EXPERTS, _CHOICES, _HIDDEN, _INNER)
+    ids = torch.rand(rows, num, device=setting.device, generator=setting.generator()).topk(choices).indices
+    weights = torch.rand(rows, choices, device=setting.device, generator=setting.generator())
+    return setting.normal(rows, hidden), ids, weights, _experts(setting, num, hidden, inner), _LIMIT
+
+
 def _experts_case(id: str, tokens: int, target: Target) -> Case:
     def prepare(setting: Setting) -> Prepared:
         num, choices, hidden, inner = (8, 2, 64, 32) if setting.small else (_EXPERTS, _CHOICES, _HIDDEN, _INNER)
@@ -57,9 +65,7 @@ def _experts_case(id: str, tokens: int, target: Target) -> Case:
         setting.select(PACKED_EXPERTS)
         sets = []
         for _ in range(1 if tokens > 64 else 4):
-            ids = torch.rand(rows, num, device=setting.device, generator=setting.generator()).topk(choices).indices
-            weights = torch.rand(rows, choices, device=setting.device, generator=setting.generator())
-            sets.append((setting.normal(rows, hidden), ids, weights))
+            sets.append(expert_problem(setting, rows)[:3])
         touched = sum(len(set(ids.flatten().tolist())) for _, ids, _ in sets) / len(sets)
         num_bytes = touched * inner * hidden * 3 * 17 / 32 + inner * hidden * 3 + rows * hidden * 4
         flops = 2 * rows * (choices + 1) * inner * hidden * 3

@@ -13,9 +13,12 @@ import torch
 from csrc.loader import Library, bind, built_path, load
 from engine.native_library import default_build_dir
 
+# Major number of the one architecture with wgmma.
+_WARPGROUPS = 9
 SOURCES = (
     "kernels/packed_gemm.cu",
     "kernels/packed_tiles.cu",
+    "kernels/packed_groups.cu",
     "kernels/expert_lists.cu",
     "kernels/expert_sum.cu",
     "kernels/sample_rows.cu",
@@ -70,10 +73,13 @@ class SelectArguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Bound launches; each returns a CUDA status. num_processors: multiprocessors of the device."""
+    """Bound launches; each returns a CUDA status. groups: as tiles, None where the device has no warpgroup products. num_processors:
+    multiprocessors of the device.
+    """
 
     gemm: Callable[..., int]
     tiles: Callable[..., int]
+    groups: Callable[..., int] | None
     lists: Callable[..., int]
     sum: Callable[..., int]
     sample: Callable[..., int]
@@ -82,11 +88,13 @@ class Kernels:
     num_processors: int
 
     @staticmethod
-    def of(library: ctypes.CDLL, num_processors: int) -> Kernels:
+    def of(library: ctypes.CDLL, num_processors: int, warpgroups: bool) -> Kernels:
         pointer, number = ctypes.c_void_p, ctypes.c_int
+        many: list[type] = [ctypes.POINTER(GemmArguments), *[number] * 3, pointer]
         return Kernels(
             gemm=bind(library, "dix_packed_gemm", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]),
-            tiles=bind(library, "dix_packed_tiles", [ctypes.POINTER(GemmArguments), *[number] * 3, pointer]),
+            tiles=bind(library, "dix_packed_tiles", many),
+            groups=bind(library, "dix_packed_groups", many) if warpgroups else None,
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), number, pointer]),
@@ -103,8 +111,8 @@ def kernels(device: int, build_dir: Path | None = None) -> Kernels:
     Raises:
         BuildError: no nvcc, or its first error.
     """
-    library = load(_library(device), build_dir or default_build_dir())
-    return Kernels.of(library, torch.cuda.get_device_properties(device).multi_processor_count)
+    properties, library = torch.cuda.get_device_properties(device), load(_library(device), build_dir or default_build_dir())
+    return Kernels.of(library, properties.multi_processor_count, properties.major == _WARPGROUPS)
 
 
 def is_built(device: int, build_dir: Path | None = None) -> bool:
@@ -114,7 +122,9 @@ def is_built(device: int, build_dir: Path | None = None) -> bool:
 
 def _library(device: int) -> Library:
     properties = torch.cuda.get_device_properties(device)
-    return Library("packed_gemm", SOURCES, f"sm_{properties.major}{properties.minor}")
+    # Products by warpgroups are in the instructions that only this architecture has.
+    own = "a" if properties.major == _WARPGROUPS else ""
+    return Library("packed_gemm", SOURCES, f"sm_{properties.major}{properties.minor}{own}")
 
 
 def check_launch(status: int, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -28,6 +29,8 @@ from engine.ops.q8 import q8
 _NO_LISTS = 2
 # From so many rows per expert on the tensor cores are the time, and items of 128 tokens pay.
 _FEW_ROWS = 16
+# Whether many tokens go to the products of warpgroups.
+WARPGROUPS = False
 
 
 def launch_invariant(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:
@@ -35,18 +38,30 @@ def launch_invariant(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExp
     return launch(x, ids, weights, experts, limit, quantize, fixed=True)
 
 
-def launch(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool, fixed: bool = False) -> Tensor:
-    """The op `packed_experts` on the current CUDA device. In a graph the shared expert runs beside the routed ones."""
+def launch(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: PackedExperts,
+    limit: float,
+    quantize: bool,
+    fixed: bool = False,
+    warpgroups: bool = WARPGROUPS,
+) -> Tensor:
+    """The op `packed_experts` on the current CUDA device. In a graph the shared expert runs beside the routed ones.
+
+    warpgroups: many tokens by products of warpgroups, where the device has them and the order of sums is free.
+    """
     run, stream = machine(x.device)
     if not torch.cuda.is_current_stream_capturing():
-        return run_experts(run, stream, x, ids, weights, experts, limit, quantize, fixed)
+        return run_experts(run, stream, x, ids, weights, experts, limit, quantize, fixed, warpgroups)
     source = q8(x) if quantize else x
     buffers = shared_buffers(source, experts)  # of this stream's memory: the side stream's work ends before this stream goes on
     here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        run_shared(run, side.cuda_stream, source, experts, limit, quantize, *buffers, fixed=fixed)
-    parts = run_routed(run, stream, source, ids, weights, experts, limit, quantize, fixed=fixed)
+        run_shared(run, side.cuda_stream, source, experts, limit, quantize, *buffers, fixed=fixed, warpgroups=warpgroups)
+    parts = run_routed(run, stream, source, ids, weights, experts, limit, quantize, fixed=fixed, warpgroups=warpgroups)
     here.wait_stream(side)
     return _sum(run, stream, parts, buffers[1])
 
@@ -61,12 +76,14 @@ def run_experts(
     limit: float,
     quantize: bool,
     fixed: bool = False,
+    warpgroups: bool = WARPGROUPS,
 ) -> Tensor:
     """`launch` on one stream, with the kernels given, which may be the emulated ones."""
     source = q8(x) if quantize else x
     buffers = shared_buffers(source, experts)
-    run_shared(run, stream, source, experts, limit, quantize, *buffers, fixed=fixed)
-    return _sum(run, stream, run_routed(run, stream, source, ids, weights, experts, limit, quantize, fixed=fixed), buffers[1])
+    run_shared(run, stream, source, experts, limit, quantize, *buffers, fixed=fixed, warpgroups=warpgroups)
+    parts = run_routed(run, stream, source, ids, weights, experts, limit, quantize, fixed=fixed, warpgroups=warpgroups)
+    return _sum(run, stream, parts, buffers[1])
 
 
 def run_routed(
@@ -80,6 +97,7 @@ def run_routed(
     quantize: bool,
     ranks: int = 1,
     fixed: bool = False,
+    warpgroups: bool = WARPGROUPS,
 ) -> Tensor:
     """The chosen experts' outputs [T, K, C]: fp32, or of many tokens the bf16 numbers that the products of the reference give.
 
@@ -88,7 +106,7 @@ def run_routed(
     """
     (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
     ids, weights = ids.contiguous(), weights.contiguous()
-    shape = division(tokens, choices, w13.groups * ranks)
+    shape = by_warpgroups(division(tokens, choices, w13.groups * ranks), run, warpgroups and not fixed)
     lists = ids if tokens <= _NO_LISTS and ranks == 1 else expert_lists(run, stream, ids, w13.groups, shape.tiles)
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
@@ -115,9 +133,10 @@ def run_shared(
     act: Tensor,
     out: Tensor,
     fixed: bool = False,
+    warpgroups: bool = WARPGROUPS,
 ) -> None:
     """The shared expert. source: [T, C] bf16; act, out: see `shared_buffers`. fixed: columns are never divided among warps."""
-    shape = undivided(source.shape[0])
+    shape = by_warpgroups(undivided(source.shape[0]), run, warpgroups and not fixed)
     if not fixed and shape.tiles != MANY:
         shape = Shape(shape.tiles, 8)
     dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, shape, Epilogue.SWIGLU, limit=limit)
@@ -134,6 +153,11 @@ def _sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor) -> Tensor:
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def by_warpgroups(shape: Shape, run: Kernels, wanted: bool) -> Shape:
+    """The same division with products of warpgroups, where it has many tokens and the machine such products."""
+    return replace(shape, warpgroups=True) if wanted and shape.tiles == MANY and run.groups is not None else shape
 
 
 def tiles_of(rows: int) -> int:

@@ -29,13 +29,15 @@ class Epilogue(IntEnum):
 class Shape:
     """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
 
-    tiles: of eight tokens per item; `MANY` (16) means the kernel for many tokens (packed_tiles.cu). slices: warps that share 16 rows.
-    residents: thread blocks per multiprocessor, 0 for all that fit.
+    tiles: of eight tokens per item; `MANY` (16) means the kernels for many tokens (packed_tiles.cu). slices: warps that share 16 rows.
+    residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of many tokens, by packed_groups.cu, whose sums have
+    another order.
     """
 
     tiles: int
     slices: int = 1
     residents: int = 0
+    warpgroups: bool = False
 
     def num_blocks(self, num_processors: int) -> int:
         fitting = 3 if self.tiles == 1 else 2 if self.tiles <= 4 else 1
@@ -50,6 +52,18 @@ class ExpertLists:
     items: Tensor
     count: Tensor
     item_rows: int
+
+
+def in_order_of_products(x: Tensor, format: Format) -> Tensor:
+    """x [R, blocks of columns] with every 64 columns in the order in which products by warpgroups take them.
+
+    The columns of a token that a lane's packed weights belong to lie together (see `packed_weights.cuh`); for a product of 16 columns the
+    lanes' pairs have to alternate.
+    """
+    if format is Format.FP4:  # [lane t, step, half, pair] -> [step, half, lane t, pair]
+        return x.unflatten(1, (-1, 4, 4, 2, 2)).permute(0, 1, 3, 4, 2, 5).flatten(1)
+    # [chunk, lane t, step of the chunk, half, pair] -> [chunk, step, half, lane t, pair]
+    return x.unflatten(1, (-1, 2, 4, 2, 2, 2)).permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
 
 
 def machine(device: torch.device) -> tuple[Kernels, int]:
@@ -87,6 +101,7 @@ def routed(
 
     lists: or the expert of each slot, int64: then every slot is an item of its own, which for a token or two saves making lists.
     """
+    x = in_order_of_products(x, packed.format) if shape.warpgroups else x
     arguments = _arguments(packed, x, out, limit)
     if isinstance(lists, Tensor):
         arguments.groups, arguments.num_rows = lists.data_ptr(), lists.numel()
@@ -102,6 +117,7 @@ def dense(
     run: Kernels, stream: int, x: Tensor, packed: PackedWeights, out: Tensor, shape: Shape, epilogue: Epilogue, *, limit: float = 0.0
 ) -> None:
     """out[t, g] = W_g x[t, g]. x: [T, groups * padded columns], out: [T, groups * rows (half of them for SWIGLU)], rows contiguous."""
+    x = in_order_of_products(x, packed.format) if shape.warpgroups else x
     arguments = _arguments(packed, x, out, limit)
     arguments.num_rows, arguments.num_groups, arguments.x_divisor = x.shape[0], packed.groups, 1
     arguments.x_group_stride, arguments.y_group_stride = packed.padded_columns, out.shape[1] // packed.groups
@@ -153,7 +169,10 @@ def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> G
 
 
 def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format, epilogue: Epilogue, shape: Shape, num_blocks: int) -> None:
-    if shape.tiles == MANY:
+    if shape.warpgroups:
+        assert run.groups is not None, f"{shape} on a machine without products of warpgroups"
+        status = run.groups(ctypes.byref(arguments), format, epilogue, num_blocks, stream)
+    elif shape.tiles == MANY:
         status = run.tiles(ctypes.byref(arguments), format, epilogue, num_blocks, stream)
     else:
         status = run.gemm(ctypes.byref(arguments), format, epilogue, shape.tiles, shape.slices, num_blocks, stream)

@@ -1,0 +1,211 @@
+// y = W x for many columns x by warpgroups of SM90: the work of packed_tiles.cu, whose units, rings and epilogues these are, at the rate of
+// wgmma instead of mma.sync, which is half of it.
+//
+// Weights come from registers: a warp decodes its rows of the next stage while the tensor cores multiply those of this one. Tokens come from
+// shared memory, where the tensor cores read them once per 64 rows; they want the columns of a token in the order of products, so x is given
+// in that order (`in_order_of_products` of engine/ops/cuda/packed_gemm.py).
+#include "packed_weights.cuh"
+#include "warpgroup.cuh"
+
+namespace dix {
+
+constexpr int kGroupWarps = 8;
+constexpr int kGroupThreads = kGroupWarps * 32;
+constexpr int kGroupTokens = 128;
+constexpr int kGroupRows = 2;  // tiles of 16 rows per warp, of 64 per group
+constexpr int kGroupColumns = 64;
+constexpr int kGroupStages = 4;
+constexpr int kGroupTokenBytes = kGroupTokens * kGroupColumns * 2;
+constexpr int kGroupAlign = 1024;  // of a tile of tokens
+
+template <Format kFormat>
+struct GroupStage {
+    static constexpr int kChunks = kGroupColumns / Layout<kFormat>::kChunk;  // of weights per row tile
+    static constexpr int kSteps = 4 / kChunks;                               // products of a chunk
+    static constexpr int kWarpBytes = kGroupRows * kChunks * 512;
+    static constexpr int kBytes = kGroupTokenBytes + kGroupWarps * kWarpBytes;
+    static constexpr int kPerBlock = 4 / kChunks;  // stages of one block of weights
+};
+
+// Operands of the products of one stage.
+using GroupWeights = uint32_t[kGroupRows][4][4];
+
+template <Format kFormat>
+struct GroupUnit {
+    using L = Layout<kFormat>;
+    using S = GroupStage<kFormat>;
+
+    const PackedGemm& p;
+    unsigned char* ring;
+    int num_stages;
+    // What one thread copies per stage: one piece of four tokens, and its own weights.
+    const uint16_t* token[4];
+    const unsigned char* codes[kGroupRows];
+    bool used[4];
+    const unsigned char* scales[kGroupRows];
+    uint2 fields[kGroupRows], later[kGroupRows];
+    float acc[kGroupRows][kGroupTokens / 8][4];
+
+    __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kGroupStages * S::kBytes; }
+
+    __device__ __forceinline__ void issue(int stage) const {
+        const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+        if (stage < num_stages) {
+            unsigned char* to = stage_at(stage);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = thread / 8 + 32 * i, piece = thread % 8;
+                if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + stage * kGroupColumns + piece * 8);
+            }
+            unsigned char* mine = to + kGroupTokenBytes + warp * S::kWarpBytes + lane * 16;
+#pragma unroll
+            for (int r = 0; r < kGroupRows; ++r) {
+#pragma unroll
+                for (int c = 0; c < S::kChunks; ++c) {
+                    copy_async16(mine + (r * S::kChunks + c) * 512, codes[r] + (static_cast<int64_t>(stage) * S::kChunks + c) * 512);
+                }
+            }
+        }
+        commit_copies();  // an empty group keeps the count of pending groups
+    }
+
+    // Only this lane's own copies are read.
+    __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if (stage % S::kPerBlock == 0) {
+            const int block = stage / S::kPerBlock + 1 < p.blocks ? stage / S::kPerBlock + 1 : 0;
+#pragma unroll
+            for (int r = 0; r < kGroupRows; ++r) {
+                fields[r] = later[r];
+                later[r] = load_global8(scales[r] + block * L::kScaleBytes);
+            }
+        }
+        const unsigned char* mine = stage_at(stage) + kGroupTokenBytes + warp * S::kWarpBytes + lane * 16;
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+#pragma unroll
+            for (int c = 0; c < S::kChunks; ++c) {
+                const int q = stage % S::kPerBlock * S::kChunks + c;
+                const uint32_t upper = factor(fields[r].x, q), lower = factor(fields[r].y, q);
+                const uint4 packed = load_shared16(mine + (r * S::kChunks + c) * 512);
+                const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+                for (int s = 0; s < S::kSteps; ++s) L::decode(words, s, upper, lower, a[r][c * S::kSteps + s]);
+            }
+        }
+    }
+
+    // The products of one stage, whose weights are decoded, while those of the next one are.
+    template <int kPairs>
+    __device__ __forceinline__ void step(int stage, const GroupWeights& now, GroupWeights& next) {
+        show_shared();
+        sync_block();  // everyone's tokens of this stage are there, and everyone's products of the stage before are over
+        const unsigned char* tokens = stage_at(stage);
+        group_begin();
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+#pragma unroll
+            for (int r = 0; r < kGroupRows; ++r) group_multiply<kPairs>(acc[r], now[r][s], tokens, s);
+        }
+        group_commit();
+        issue(stage + kGroupStages - 1);
+        wait_copies<kGroupStages - 2>();
+        if (stage + 1 < num_stages) decode(stage + 1, next);
+        group_wait();
+    }
+
+    // All stages for items of up to 16 * kPairs tokens.
+    template <int kPairs>
+    __device__ __forceinline__ void multiply() {
+        GroupWeights even, odd;
+        wait_copies<kGroupStages - 2>();
+        decode(0, even);
+#pragma unroll 1
+        for (int stage = 0; stage < num_stages; stage += 2) {
+            step<kPairs>(stage, even, odd);
+            if (stage + 1 < num_stages) step<kPairs>(stage + 1, odd, even);
+        }
+    }
+};
+
+template <Format kFormat, Epilogue kEpilogue>
+__global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGemm p) {
+    using L = Layout<kFormat>;
+    using S = GroupStage<kFormat>;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+    const int row_groups = (p.tiles + kGroupWarps * kGroupRows - 1) / (kGroupWarps * kGroupRows);
+    const int units = num_items_of(p, kGroupTokens) * row_groups;
+    unsigned char* ring = aligned_shared_memory<kGroupAlign>();
+
+    for (int unit_index = blockIdx.x; unit_index < units; unit_index += gridDim.x) {
+        const int item_index = unit_index / row_groups;
+        const Item item = item_of(p, item_index, kGroupTokens);
+        const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
+        GroupUnit<kFormat> unit = {p, ring, p.blocks * S::kPerBlock, {}, {}, {}, {}, {}, {}, {}};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int column = thread / 8 + 32 * i;
+            unit.used[i] = column < item.count;
+            const int entry = item.begin + (unit.used[i] ? column : 0);
+            const int row = slot_of(p, entry) / p.x_divisor;
+            unit.token[i] = p.x + row * p.x_stride + item.group * p.x_group_stride;
+        }
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+            // Warps behind the last tile repeat it and store nothing.
+            const int tile = first_tile + r < p.tiles ? first_tile + r : p.tiles - 1;
+            const int64_t block = (static_cast<int64_t>(item.group) * p.tiles + tile) * p.blocks;
+            unit.codes[r] = p.codes + block * kBlockBytes + lane * 16;
+            unit.scales[r] = p.scales + block * L::kScaleBytes + L::scale_offset(g, t);
+            unit.later[r] = load_global8(unit.scales[r]);
+        }
+        sync_block();  // the stages of the previous unit are still being read
+#pragma unroll 1
+        for (int s = 0; s < kGroupStages - 1; ++s) unit.issue(s);
+        // Tokens behind the item's last one are whatever the stage holds: their columns are not stored.
+        if (item.count <= 32) {
+            unit.template multiply<2>();
+        } else if (item.count <= 64) {
+            unit.template multiply<4>();
+        } else if (item.count <= 80) {
+            unit.template multiply<5>();
+        } else {
+            unit.template multiply<8>();
+        }
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+            if (first_tile + r >= p.tiles) continue;
+#pragma unroll
+            for (int j = 0; j < kGroupTokens / 8; ++j) {
+                if (j * 8 >= item.count) break;
+                store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t, g, unit.acc[r][j][0], unit.acc[r][j][2]);
+                store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t + 1, g, unit.acc[r][j][1], unit.acc[r][j][3]);
+            }
+        }
+        wait_copies<0>();
+    }
+}
+
+template <Format kFormat, Epilogue kEpilogue>
+int launch_groups(const PackedGemm& p, int num_blocks, cudaStream_t stream) {
+    constexpr int kShared = kGroupStages * GroupStage<kFormat>::kBytes + kGroupAlign;
+    const auto kernel = packed_groups<kFormat, kEpilogue>;
+    const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (ready != cudaSuccess) return ready;
+    DIX_LAUNCH(kernel, num_blocks, kGroupThreads, kShared, stream, p);
+    return cudaGetLastError();
+}
+
+}  // namespace dix
+
+// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything.
+extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int num_blocks, void* stream) {
+    using namespace dix;
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (num_blocks < 1 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
+    if (format == kFp4 && epilogue == kSwiglu) return launch_groups<kFp4, kSwiglu>(*p, num_blocks, s);
+    if (format == kFp4 && epilogue == kPlainBf16) return launch_groups<kFp4, kPlainBf16>(*p, num_blocks, s);
+    if (format == kFp8 && epilogue == kSwiglu) return launch_groups<kFp8, kSwiglu>(*p, num_blocks, s);
+    if (format == kFp8 && epilogue == kPlainBf16) return launch_groups<kFp8, kPlainBf16>(*p, num_blocks, s);
+    return cudaErrorInvalidValue;
+}
