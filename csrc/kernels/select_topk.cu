@@ -26,6 +26,7 @@ constexpr uint32_t kNothing = 0x007FFFFF;  // -inf in order: only what is above 
 template <int kThreads, int kBlocks>
 struct alignas(16) SelectBoard {
     unsigned bins[kDigitBins];
+    uint32_t scratch[kThreads / 32];
     uint64_t buffer[kThreads];
     uint64_t totals[kBlocks];
     int found[3];  // digit or -1, how many are before it, how many have it
@@ -71,6 +72,16 @@ __device__ __forceinline__ void find_digit(SelectBoard<kThreads, kBlocks>& board
 template <int kThreads, int kBlocks>
 __device__ __forceinline__ uint32_t find_threshold(const float* values, int count, int k, SelectBoard<kThreads, kBlocks>& board) {
     const int thread = threadIdx.x;
+    // Every thread has a score of at least `least`, so that with k threads or more no score below it is among the best. That spares most
+    // scores the count, in which those that are alike wait for each other.
+    uint32_t largest = 0;
+#pragma unroll 8
+    for (int i = thread; i < count; i += kThreads) {
+        const uint32_t key = ordered(values[i]);
+        largest = key > largest ? key : largest;
+    }
+    uint32_t least = over_block<kThreads>(largest, board.scratch, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
+    if (k > kThreads || least <= kNothing) least = kNothing + 1;
     uint32_t prefix = 0;
     int before = 0;
     for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {
@@ -81,8 +92,9 @@ __device__ __forceinline__ uint32_t find_threshold(const float* values, int coun
 #pragma unroll 8
         for (int i = thread; i < count; i += kThreads) {
             const uint32_t key = ordered(values[i]);
-            const bool fits = shift == 21 || key >> (shift + bits) == prefix;
-            if (fits && key > kNothing) atomic_add_shared(&board.bins[bins - 1 - (key >> shift & (bins - 1))], 1u);  // the best first
+            if (key >= least && (shift == 21 || key >> (shift + bits) == prefix)) {
+                atomic_add_shared(&board.bins[bins - 1 - (key >> shift & (bins - 1))], 1u);  // the best first
+            }
         }
         sync_block();
         sync_told();
@@ -115,6 +127,7 @@ __global__ void DIX_CLUSTER(kBlocks) __launch_bounds__(kThreads) select_rows(con
         wait_copies<0>();
         values = room;
     }
+    sync_block();
     sync_cluster(false);  // all blocks have begun: their memory may be written
     const uint32_t threshold = find_threshold(values, count, p.k, board);
 

@@ -46,8 +46,7 @@ def _sample(setting: Setting) -> Iterator[Line]:
             draws = Draws(torch.ones(rows, device="cuda"), modes, numbers, kept)
             wanted = SAMPLE_ROWS.reference(logits, draws, 129_280)[0]
             runs: dict[str, Callable[[], Any]] = {
-                f"{threads} threads": partial(sample_rows.run_rows, *machine(logits.device), logits, draws, 129_280, threads)
-                for threads in (256, 512, 128)
+                f"{threads} threads": _native(sample_rows.run_rows, logits, draws, 129_280, threads) for threads in (256, 512, 128)
             }
             if mode is Mode.GREEDY:
                 runs["torch.max"] = lambda x=logits: (x.max(dim=-1).indices,)
@@ -62,7 +61,7 @@ def _topk(setting: Setting) -> Iterator[Line]:
         own = Division.of(rows, columns, machine(scores.device)[0].num_processors)
         others = [Division(threads, blocks) for blocks in (8, 4, 2, 1) for threads in (512, 256)]
         runs: dict[str, Callable[[], Any]] = {
-            f"{d.blocks} x {d.threads}": partial(select_topk.select_rows, *machine(scores.device), scores, 512, division=d)
+            f"{d.blocks} x {d.threads}": _native(select_topk.select_rows, scores, 512, division=d)
             for d in [own, *(d for d in others if d != own and (rows > 8 or d.blocks > 2))]
         }
         runs |= {"triton": partial(triton_topk.select_rows, scores, 512), "torch.topk": lambda x=scores: x.topk(512)[1]}
@@ -77,10 +76,10 @@ def _topk(setting: Setting) -> Iterator[Line]:
 def _index(setting: Setting) -> Iterator[Line]:
     for rows in (1, 8, 64):
         query, keys = problem(setting, rows, 131_072)
-        kernels, part = machine(query.q.device), slice(0, rows)
+        part = slice(0, rows)
         wanted = triton_search.scores_of(query, keys, part, 131_072, None, 8)
         runs: dict[str, Callable[[], Any]] = {
-            f"{n} a processor, {ahead} ahead": partial(index_search.scores_of, *kernels, query, keys, part, 131_072, None, 8, n, ahead)
+            f"{n} a processor, {ahead} ahead": _native(index_search.scores_of, query, keys, part, 131_072, None, 8, n, ahead)
             for n, ahead in ((6, 2), (3, 2), (12, 2), (24, 2), (4, 1), (8, 1), (16, 1), (3, 3), (6, 3))
         }
         runs["triton"] = partial(triton_search.scores_of, query, keys, part, 131_072, None, 8)
@@ -94,6 +93,11 @@ def _index(setting: Setting) -> Iterator[Line]:
         picked = INDEX_SEARCH.reference(query, keys, 131_072, 512, None, 8, 0)[0] if rows == 1 else searches["triton"]()[0]
         agree = lambda got, w=picked: bool((got[0] != w).float().mean() <= 0.02)  # noqa: E731
         yield f"search rows={rows} entries=131072", searches, agree, rows * 131_072 * 68
+
+
+def _native(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
+    """A call on the stream that is current when it happens: a recording has its own."""
+    return lambda: function(*machine(torch.device("cuda")), *arguments, **named)
 
 
 PARTS: dict[str, Callable[[Setting], Iterator[Line]]] = {"sample": _sample, "topk": _topk, "index": _index}

@@ -67,3 +67,18 @@ def test_kernel_agrees_at_long_contexts(module, device, columns, k):
     scores = torch.randn(3, columns).mul_(8).round_() / 8
     assert agrees(module, device, scores, k)
     assert agrees(module, device, scores, k, [columns // 3, columns, 5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("columns", "k"), [(65_536, 512), (131_071, 2048), (1_000_001, 512), (511, 512), (40, 3)])
+def test_native_code_agrees_whatever_the_division(device, columns, k, blocks):
+    from engine.ops.cuda.packed_gemm import machine
+    from engine.ops.cuda.select_topk import Division, select_rows
+
+    torch.manual_seed(columns)
+    plain = torch.randn(9, columns, device="cuda")
+    for scores in (plain, plain.mul(8).round() / 8, torch.zeros_like(plain)):
+        wanted = ascending(SELECT_TOPK.reference(scores, k))
+        for threads in (256, 512):
+            assert torch.equal(select_rows(*machine(scores.device), scores, k, division=Division(threads, blocks)), wanted)

@@ -48,7 +48,8 @@ def _score_kernels() -> tuple[Any, dict[str, Any]]:
     from engine.ops.cuda.index_search import scores_of
     from engine.ops.cuda.packed_gemm import machine
 
-    return partial(scores_of, *machine(torch.device("cuda"))), {"triton": portable}
+    # The stream is that of the call: a recording has its own.
+    return lambda *problem: scores_of(*machine(torch.device("cuda")), *problem), {"triton": portable}
 
 
 def _scores(rows: int, context: int, target: Target) -> Case:
