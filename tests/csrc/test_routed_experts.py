@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from engine.ops.cuda import packed_experts
 from engine.ops.cuda.packed_experts import run_experts
-from engine.ops.cuda.packed_gemm import expert_sum
+from engine.ops.cuda.packed_gemm import ExpertLists, expert_sum
 from engine.ops.cuda.routed_experts import run_share, run_shared
 from engine.ops.packed_experts import PACKED_EXPERTS, PackedExperts
 from engine.ops.packed_weights import PackedWeights
@@ -61,6 +62,27 @@ def test_a_row_without_a_choice_gets_zeros(run):
     whole, x, ids, weights = setting()
     got = run_share(run, 0, x, torch.full_like(ids, -1), weights, share(whole, 0, 2), 10.0, False, True, 2)
     assert (got == 0).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_choices_without_an_expert_are_no_work_items_however_few_rows_there_are(run, monkeypatch, ranks, tokens):
+    """An item of expert -1 would read in front of the weights, which a device ends with an illegal access."""
+    whole, x, ids, weights = setting()
+    launched = []
+
+    def routed(*args, **kwargs):
+        launched.append(args[4])
+        return launch(*args, **kwargs)
+
+    launch = packed_experts.routed
+    monkeypatch.setattr(packed_experts, "routed", routed)
+    mine = ids[:tokens].clone()
+    mine[0] = -1
+    got = run_share(run, 0, x[:tokens], mine, weights[:tokens], whole, 10.0, False, True, ranks)
+    close(got, ROUTED_EXPERTS.reference(x[:tokens], mine, weights[:tokens], whole, 10.0, False, True, ranks), 2e-2)
+    assert all(isinstance(lists, ExpertLists) for lists in launched)
+    assert len(launched) == 2
 
 
 def test_choices_of_other_ranks_are_not_read(run):

@@ -98,16 +98,17 @@ def run_routed(
     ranks: int = 1,
     fixed: bool = False,
     warpgroups: bool = WARPGROUPS,
+    partial: bool = False,
 ) -> Tensor:
     """The chosen experts' outputs [T, K, C]: fp32, or of many tokens the bf16 numbers that the products of the reference give.
 
-    ranks: among which the choices are spread. With several, ids may be negative, and what stands there is undefined. fixed: bf16 of few
+    ranks: among which the choices are spread. partial: ids may be negative, and what stands there is undefined. fixed: bf16 of few
     tokens too, so that a token's do not depend on how many others there are; the sums of both kernels are the same.
     """
     (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
     ids, weights = ids.contiguous(), weights.contiguous()
     shape = by_warpgroups(division(tokens, choices, w13.groups * ranks), run, warpgroups and not fixed)
-    lists = ids if tokens <= _NO_LISTS and ranks == 1 else expert_lists(run, stream, ids, w13.groups, shape.tiles)
+    lists = ids if tokens <= _NO_LISTS and not partial else expert_lists(run, stream, ids, w13.groups, shape.tiles)
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
     act = padded(q8(act) if quantize else act, w2)

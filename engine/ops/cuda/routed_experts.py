@@ -42,7 +42,7 @@ def run_share(
 ) -> Tensor:
     """`routed` with the kernels given, which may be the emulated ones."""
     ids = ids.contiguous()
-    parts = whole.run_routed(run, stream, q8(x) if quantize else x, ids, weights, experts, limit, quantize, ranks, fixed)
+    parts = whole.run_routed(run, stream, q8(x) if quantize else x, ids, weights, experts, limit, quantize, ranks, fixed, partial=True)
     if not summed:
         return parts.float().masked_fill_((ids < 0)[..., None], 0.0)
     out = x.new_empty(len(ids), experts.w2.rows)
