@@ -1,7 +1,7 @@
 """A long simulated life of one rank: the real scheduler, block pool and prefix cache on a fake clock and a fake device.
 
 Talks go on, prompts come again, clients leave, blocks run out, pages are evicted, bytes are changed, copies fail, and now and then the rank
-is killed and started again on the segment that it left. `python -m tests.engine.cache_soak 1000000` prints what happened.
+is killed and started again on the segment that it left. `python -m tests.engine.cache_soak STEPS [SEED]` prints what happened.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,9 @@ class Reading:
     blocks: int
     rss_bytes: int
 
+    def line(self) -> str:
+        return f"step {self.step:>9,}: {self.objects:,} objects, {self.blocks:,} blocks, {self.rss_bytes / 1e6:.1f} MB"
+
 
 @dataclass
 class Life:
@@ -72,6 +76,7 @@ class Life:
     directory: Path
     seed: int
     haste: float = 1.0
+    say: Callable[[str], None] = lambda _line: None
     live: dict[str, tuple[Sequence, list[int]]] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     seen: Counter[str] = field(default_factory=Counter)
@@ -243,13 +248,14 @@ class Life:
         cache, blocks = self.cache.cache, self.scheduler.blocks
         assert blocks.blocks.num_used == blocks.slots.num_used == 0
         assert cache.pool.count(Owner.RESERVED) == cache.pool.count(Owner.LEASED) == 0
-        pages, index = list(cache.index.frames_by_key.values()), cache.index
+        index, pages = cache.index, cache.index.pages()
         assert not [frame for frame in [*pages, *index.states_on(pages)] if index.ref[frame]], "pages or states are pinned"
 
     def _read(self, step: int) -> None:
         self.drain()
         gc.collect()
         self.readings.append(Reading(step, len(gc.get_objects()), sys.getallocatedblocks(), psutil.Process().memory_info().rss))
+        self.say(self.readings[-1].line())
 
     def _count(self) -> None:
         """Counters of this incarnation, before it goes."""
@@ -274,8 +280,7 @@ def check_flat(readings: list[Reading]) -> None:
         assert after <= before + most, f"{name} grow from {before:,} to {after:,}"
 
 
-def soak(steps: int, seed: int, directory: Path, *, check_every: int = 50, readings: int = 20, haste: float = 1.0) -> Life:
-    life = Life(directory, seed, haste)
+def soak(life: Life, steps: int, *, check_every: int = 50, readings: int = 20) -> Life:
     try:
         life.run(steps, check_every, readings)
         life.drain()
@@ -285,15 +290,14 @@ def soak(steps: int, seed: int, directory: Path, *, check_every: int = 50, readi
 
 
 def main() -> None:
-    steps = int(sys.argv[1])
+    steps, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
     began = time.process_time()
     with tempfile.TemporaryDirectory(prefix="dix-soak-") as directory:
-        life = soak(steps, seed=1, directory=Path(directory))
+        life = soak(Life(Path(directory), seed, say=lambda line: print(line, flush=True)), steps)
     print(f"{steps:,} steps, {life.total:,} requests, {time.process_time() - began:.0f} s of CPU time")
     print(", ".join(f"{name} {count:,}" for name, count in sorted(life.seen.items())))
-    for reading in life.readings:
-        print(f"step {reading.step:>9,}: {reading.objects:,} objects, {reading.blocks:,} blocks, {reading.rss_bytes / 1e6:.1f} MB")
     check_flat(life.readings)
+    print("flat")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.cache_soak import Reading, check_flat, soak
+from tests.engine.cache_soak import Life, Reading, check_flat, soak
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_thousands_of_steps_with_restarts_faults_and_eviction_leave_nothing_behind(tmp_path: Path) -> None:
-    life = soak(4_000, seed=3, directory=tmp_path, check_every=20, readings=4, haste=10.0)
+    life = soak(Life(tmp_path, seed=3, haste=10.0), 4_000, check_every=20, readings=4)
     for happened in ("restarts", "recovered pages", "resets", "preemptions", "evictions", "checksum errors", "hits", "abort", "kept"):
         assert life.seen[happened], f"{happened}: {life.seen}"
 
@@ -29,7 +29,7 @@ def test_thousands_of_steps_with_restarts_faults_and_eviction_leave_nothing_behi
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
 def test_a_million_steps_leave_nothing_behind_and_memory_stays_flat(tmp_path: Path) -> None:
-    life = soak(1_000_000, seed=1, directory=tmp_path)
+    life = soak(Life(tmp_path, seed=1), 1_000_000)
     check_flat(life.readings)
     assert life.seen["restarts"] > 200
 
