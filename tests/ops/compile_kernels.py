@@ -37,9 +37,10 @@ _COMBINE = {name: _ATTEND[name] for name in ("rot_ptr", "sink_ptr", "part_ptr", 
 _SELECT = {"score_ptr": _F32, "index_ptr": _I32, "count_ptr": _I64, "out_score_ptr": _F32, "out_index_ptr": _I32}
 _SCORE = {"q_ptr": _I32, "weight_ptr": _BF16, "seq_ptr": _I64, "count_ptr": _I64, "allowed_ptr": _I32, "block_ptr": _U8,
           "table_ptr": _I64, "out_ptr": _F32}  # fmt: skip
-_COMPRESS = {"projected_ptr": _F32, "partial_ptr": _F32, "load_ptr": _I64, "first_ptr": _I64, "last_ptr": _I64, "norm_ptr": _BF16,
-             "rot_ptr": _F32, "latent_ptr": _BF16, "kv_ptr": _U8, "rows_ptr": _I64, "weight_ptr": _BF16, "key_norm_ptr": _BF16,
-             "block_ptr": _I64, "blocks_ptr": _U8, "place_ptr": _I64, "eps": "fp32"}  # fmt: skip
+_ENTRIES = {"projected_ptr": _F32, "partial_ptr": _F32, "load_ptr": _I64, "first_ptr": _I64, "last_ptr": _I64, "norm_ptr": _BF16,
+            "rot_ptr": _F32, "latent_ptr": _BF16, "kv_ptr": _U8, "rows_ptr": _I64, "eps": "fp32"}  # fmt: skip
+_KEYS = {"latent_ptr": _BF16, "weight_ptr": _BF16, "norm_ptr": _BF16, "rot_ptr": _F32, "block_ptr": _I64, "blocks_ptr": _U8,
+         "place_ptr": _I64, "eps": "fp32"}  # fmt: skip
 _SHAPE = {"D2": 256, "R2": 32}
 _STREAMS = {"h": _BF16, "y": _BF16, "post": _F32, "comb": _F32, "pre": _F32, "norm": _BF16, "new_h": _BF16, "x": _BF16, "squares": _F32,
             "eps": "fp32"}  # fmt: skip
@@ -70,12 +71,8 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
     "select": (select_topk._select, _SELECT, {"CHUNK": 8192, "K": 512, "HAS_INDEX": False, "HAS_COUNT": True, "LAST": False}, 16),
     "score": (index_search._score, _SCORE, {"H": 32, "D2": 64, "N": 128, "SIZE": 8, "RESTRICTED": False, "FAST": True}, 4),
     "pack": (cache_rows._pack, {"x_ptr": _BF16, "out_ptr": _U8}, {"KIND": 1, "D2": 256, "N": 2}, 4),
-    "compress": (
-        compress_entries._compress,
-        _COMPRESS,
-        {"D": 512, "K": 128, "R2": 32, "N": 16, "STEP": 128, "PAIRS": True, "FAST": True},
-        16,
-    ),
+    "entries": (compress_entries._entries, _ENTRIES, {"D": 512, "R2": 32, "N": 2, "PAIRS": True}, 4),
+    "keys": (compress_entries._keys, _KEYS, {"D": 512, "K": 128, "R2": 32, "N": 16, "STEP": 128, "FAST": True}, 8),
 }
 
 

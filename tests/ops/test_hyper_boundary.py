@@ -68,17 +68,6 @@ def test_all_parts_at_once(launch, rows, width):
     check(launch(h, written, mixer, pre, norm, EPS), HYPER_BOUNDARY.reference(h, written, mixer, pre, norm, EPS))
 
 
-@pytest.mark.parametrize("slab", [3, 8, 64])
-def test_rows_in_slabs_give_what_all_rows_give(device, slab):
-    from engine.ops.triton.hyper_boundary import Division
-    from engine.ops.triton.hyper_boundary import launch as run
-
-    arguments = [move(part, device) for part in case(11, 96)]
-    whole, slabs = (run(*arguments, EPS, Division(16, 32, 4, 64, size)) for size in (0, slab))
-    for name in ("h", "x", "pre", "post", "comb"):
-        assert torch.equal(getattr(whole, name), getattr(slabs, name)), name
-
-
 def test_first_and_last_boundaries(launch):
     h, written, mixer, pre, norm = case(5, 128)
     check(launch(h, None, mixer, pre, norm, EPS), HYPER_BOUNDARY.reference(h, None, mixer, pre, norm, EPS))

@@ -32,25 +32,32 @@ def _halves(x, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _rotated(even, odd, rot_ptr, row, known, half, D2: tl.constexpr, R2: tl.constexpr):
+def _angles_of(rot_ptr, row, known, half, D2: tl.constexpr, R2: tl.constexpr):
+    """Cosines and sines of the pairs of a row; 1 and 0 in front of the rotary part."""
     turned = half - (D2 - R2)
     cos = tl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=known & (turned >= 0), other=1.0)
-    sin = tl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=known & (turned >= 0), other=0.0)
+    return cos, tl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=known & (turned >= 0), other=0.0)
+
+
+@triton.jit
+def _turned(even, odd, cos, sin):
     turned_even = (even * cos - odd * sin).to(tl.bfloat16).to(tl.float32)
     return turned_even, (even * sin + odd * cos).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def _compress(
-    projected_ptr, partial_ptr, load_ptr, first_ptr, last_ptr, norm_ptr, rot_ptr, latent_ptr, kv_ptr, rows_ptr,
-    weight_ptr, key_norm_ptr, block_ptr, blocks_ptr, place_ptr, block_bytes, offset, per_block, num_entries, num_loads, eps,
-    D: tl.constexpr, K: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr, FAST: tl.constexpr,
+def _entries(
+    projected_ptr, partial_ptr, load_ptr, first_ptr, last_ptr, norm_ptr, rot_ptr, latent_ptr, kv_ptr, rows_ptr, num_entries, num_loads, eps,
+    D: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """N entries of width D and their keys of width K; STEP channels of the product at a time. latent: [E, D] bf16 to work in."""
+    """N entries of width D: their latents to [E, D] bf16, and packed to rows of the cache."""
     entry = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
     known = entry < num_entries
     row, there = entry[:, None], known[:, None]
-    channel = tl.arange(0, D)[None, :]
+    channel, half = tl.arange(0, D)[None, :], tl.arange(0, D // 2)[None, :]
+    # Asked for first, needed last.
+    out = kv_ptr + tl.load(rows_ptr + entry, mask=known, other=0)[:, None] * (D // 2 + D // 16)
+    cos, sin = _angles_of(rot_ptr, row, there, half, D // 2, R2)
     if PAIRS:
         first = tl.load(first_ptr + entry, mask=known, other=0)
         earlier = first < num_loads
@@ -65,29 +72,36 @@ def _compress(
     else:
         raw = tl.load(projected_ptr + row * D + channel, mask=there, other=0.0)
     latent = _normalised(raw.to(tl.float32), norm_ptr, eps, D)
-    # The product reads it in pieces, which registers do not allow.
     tl.store(latent_ptr + row * D + channel, latent, mask=there)
-    half = tl.arange(0, D // 2)[None, :]
     even, odd = _halves(latent, N, D)
-    even, odd = _rotated(even, odd, rot_ptr, row, there, half, D // 2, R2)
+    even, odd = _turned(even, odd, cos, sin)
     codes, scales = encode_entries(even, odd, 8)
-    out = kv_ptr + tl.load(rows_ptr + entry, mask=known, other=0)[:, None] * (D // 2 + D // 16)
     tl.store(out + half, codes.to(tl.uint8), mask=there)
     tl.store(out + D // 2 + tl.arange(0, D // 16)[None, :], scales.to(tl.uint8), mask=there)
-    tl.debug_barrier()
+
+
+@triton.jit
+def _keys(
+    latent_ptr, weight_ptr, norm_ptr, rot_ptr, block_ptr, blocks_ptr, place_ptr, block_bytes, offset, per_block, num_entries, eps,
+    D: tl.constexpr, K: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Index keys of width K of N entries of width D; STEP channels of the product at a time."""
+    entry = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
+    known = entry < num_entries
+    row, there = entry[:, None], known[:, None]
+    half, width = tl.arange(0, K // 2)[None, :], tl.arange(0, K)
+    base = blocks_ptr + tl.load(block_ptr + entry, mask=known, other=0)[:, None] * block_bytes + offset
+    place = tl.load(place_ptr + entry, mask=known, other=0)[:, None]
+    cos, sin = _angles_of(rot_ptr, row, there, half, K // 2, R2)
     key = tl.zeros([N, K], tl.float32)
-    width = tl.arange(0, K)
     for step in range(0, D, STEP):
         columns = step + tl.arange(0, STEP)
         part = tl.load(latent_ptr + row * D + columns[None, :], mask=there, other=0.0)
         weight = tl.load(weight_ptr + width[None, :] * D + columns[:, None])
         key = dot_bf16(part, weight, key, FAST)
-    even, odd = _halves(_normalised(key.to(tl.bfloat16).to(tl.float32), key_norm_ptr, eps, K), N, K)
-    half = tl.arange(0, K // 2)[None, :]
-    even, odd = _rotated(even, odd, rot_ptr, row, there, half, K // 2, R2)
+    even, odd = _halves(_normalised(key.to(tl.bfloat16).to(tl.float32), norm_ptr, eps, K), N, K)
+    even, odd = _turned(even, odd, cos, sin)
     codes, scales = encode_index(even, odd, 16)
-    base = blocks_ptr + tl.load(block_ptr + entry, mask=known, other=0)[:, None] * block_bytes + offset
-    place = tl.load(place_ptr + entry, mask=known, other=0)[:, None]
     tl.store(base + place * (K // 2) + half, codes.to(tl.uint8), mask=there)
     base += per_block * (K // 2)
     tl.store(base + place * (K // 32) + tl.arange(0, K // 32)[None, :], scales.to(tl.uint8), mask=there)
@@ -101,7 +115,8 @@ def _queries(q_ptr, rot_ptr, out_ptr, H, HEADS: tl.constexpr, D2: tl.constexpr, 
     at = (row * H + head) * 2 * D2 + 2 * half
     even = tl.load(q_ptr + at, mask=head < H, other=0.0).to(tl.float32)
     odd = tl.load(q_ptr + at + 1, mask=head < H, other=0.0).to(tl.float32)
-    even, odd = _rotated(even, odd, rot_ptr, row, head < H, half, D2, R2)
+    cos, sin = _angles_of(rot_ptr, row, head < H, half, D2, R2)
+    even, odd = _turned(even, odd, cos, sin)
     codes, scales = encode_index(even, odd, 16)
     tl.store(out_ptr + at, e2m1_value(codes & 15, scales, 16).to(tl.bfloat16), mask=head < H)
     tl.store(out_ptr + at + 1, e2m1_value(codes >> 4, scales, 16).to(tl.bfloat16), mask=head < H)
@@ -123,11 +138,15 @@ def _angles(rot: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """entries: of one program, at least the 16 rows of a product. step: channels of a product at a time."""
+    """entries, warps: of a program that completes entries. keys, key_warps: entries of a program that makes keys, at least the 16 rows of
+    a product, and its warps. step: channels of the product at a time.
+    """
 
-    entries: int = 16
+    entries: int = 2
+    warps: int = 4
+    keys: int = 16
+    key_warps: int = 8
     step: int = 128
-    warps: int = 16
     stages: int = 3
 
 
@@ -145,7 +164,7 @@ def compress(
     keys: IndexKeys,
     tuning: Tuning = _TUNING,
 ) -> None:
-    """The Triton twin of `compress_entries`, one kernel."""
+    """The Triton twin of `compress_entries`. Two kernels: in one, every entry waits for the chain of the longest."""
     width, key_width = len(norm), len(keys.norm)
     if not (_fits("compress_entries", norm.dtype, width) and _fits("compress_entries", norm.dtype, key_width)):
         COMPRESS_ENTRIES.fallback(projected, pairs, norm, eps, rot, kv_rows, rows, keys)
@@ -154,14 +173,16 @@ def compress(
         return
     some = rows if pairs is None else pairs.first
     load = some if pairs is None or pairs.load is None else pairs.load
-    places = keys.places
-    _compress[(triton.cdiv(len(rows), tuning.entries),)](
+    places, turn, latent = keys.places, _angles(rot), norm.new_empty(len(rows), width)
+    _entries[(triton.cdiv(len(rows), tuning.entries),)](
         projected.contiguous(), projected if pairs is None else pairs.partial, load, some, some if pairs is None else pairs.last,
-        norm, _angles(rot), norm.new_empty(len(rows), width), kv_rows, rows, keys.weight, keys.norm,
-        places.block, places.blocks, places.place, places.blocks.shape[1], places.offset, places.per_block,
-        len(rows), 0 if pairs is None or pairs.load is None else len(load), eps,
-        D=width, K=key_width, R2=rot.shape[1], N=tuning.entries, STEP=min(tuning.step, width), PAIRS=pairs is not None,
-        FAST=not INTERPRETED, num_warps=tuning.warps if width >= 256 else 4, num_stages=tuning.stages,
+        norm, turn, latent, kv_rows, rows, len(rows), 0 if pairs is None or pairs.load is None else len(load), eps,
+        D=width, R2=rot.shape[1], N=tuning.entries, PAIRS=pairs is not None, num_warps=tuning.warps if width >= 256 else 1,
+    )  # fmt: skip
+    _keys[(triton.cdiv(len(rows), tuning.keys),)](
+        latent, keys.weight, keys.norm, turn, places.block, places.blocks, places.place, places.blocks.shape[1], places.offset,
+        places.per_block, len(rows), eps, D=width, K=key_width, R2=rot.shape[1], N=tuning.keys, STEP=min(tuning.step, width),
+        FAST=not INTERPRETED, num_warps=tuning.key_warps if width >= 256 else 1, num_stages=tuning.stages,
     )  # fmt: skip
 
 

@@ -41,13 +41,12 @@ def write_and_read(
         cols = first + tl.arange(0, COLS)
         mask = cols < width
         at = h + row * 4 * width + cols
-        # Old streams are read once: what has just been written should stay in the L2 cache for the mixes instead.
-        h0 = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-        h1 = tl.load(at + width, mask=mask, other=0.0, eviction_policy="evict_first")
-        h2 = tl.load(at + 2 * width, mask=mask, other=0.0, eviction_policy="evict_first")
-        h3 = tl.load(at + 3 * width, mask=mask, other=0.0, eviction_policy="evict_first")
+        h0 = tl.load(at, mask=mask, other=0.0)
+        h1 = tl.load(at + width, mask=mask, other=0.0)
+        h2 = tl.load(at + 2 * width, mask=mask, other=0.0)
+        h3 = tl.load(at + 3 * width, mask=mask, other=0.0)
         if HAS_Y:
-            out = tl.load(y + row * width + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            out = tl.load(y + row * width + cols, mask=mask, other=0.0).to(tl.float32)
             f0, f1, f2, f3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
             h0 = _written(f0, f1, f2, f3, out, post + row * 4, comb + row * 16)
             h1 = _written(f0, f1, f2, f3, out, post + row * 4 + 1, comb + row * 16 + 1)
@@ -83,10 +82,9 @@ def _written(f0, f1, f2, f3, out, post, comb):
 
 @triton.jit
 def mix(
-    z, fn, parts, num_rows, all_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+    z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32; parts: fp32 lines of 32, of which
-    `all_rows` lie between two splits of a row.
+    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32, parts: [splits, T, 32] fp32.
 
     SPLIT false multiplies fp32 as it is: Triton's interpreter would multiply the bits of bf16 numbers.
     """
@@ -110,7 +108,7 @@ def mix(
             acc = tl.dot(tile, high, acc)
         else:
             acc = tl.dot(tile.to(tl.float32), f, acc, input_precision="ieee")
-    line = parts + (split * all_rows + row[:, None]) * 32 + outputs[None, :]
+    line = parts + (split * num_rows + row[:, None]) * 32 + outputs[None, :]
     tl.store(line, acc, mask=(rows < num_rows)[:, None] & (outputs < 24)[None, :])
 
 
@@ -146,15 +144,13 @@ def balance(
 @dataclass(frozen=True, slots=True)
 class Division:
     """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
-    `write_and_read` at a time. slab: rows whose streams are written and mixed before the next ones, while they are in the L2 cache;
-    0 for all.
+    `write_and_read` at a time.
     """
 
     rows: int
     cols: int
     steps: int
     chunk: int = 4096
-    slab: int = 0
 
 
 def division(rows: int) -> Division:
@@ -191,11 +187,8 @@ def launch(
         boundary: Boundary = HYPER_BOUNDARY.fallback(h, written, mixer, pre, norm, eps)
         return boundary
     work = _Work.of(h.contiguous(), written, mixer, pre.contiguous(), norm, eps, divided or division(rows))
-    slab = work.divided.slab or max(1, rows)
-    for begin in range(0, rows, slab):
-        part = slice(begin, min(begin + slab, rows))
-        work.write_back(part)
-        work.mix(part)
+    work.write_back()
+    work.mix()
     return Boundary(work.new_h, work.x, *work.balance())
 
 
@@ -227,27 +220,28 @@ class _Work:
             h, written, mixer, pre, norm, eps, divided, new_h, h.new_empty(rows, width), h.new_empty(rows, dtype=torch.float32), parts
         )
 
-    def write_back(self, part: slice) -> None:
-        """New streams of some rows, their next input, and the squares that the mixes need."""
-        h, x, pre, width = self.h[part], self.x[part], self.pre[part], self.h.shape[2]
+    def write_back(self) -> None:
+        """New streams, the next input, and the squares that the mixes need."""
+        h, x, pre, (rows, _, width) = self.h, self.x, self.pre, self.h.shape
         # Arguments that a variant does not read are passed as some tensor.
         y, post, comb = (x, pre, pre)
         if self.written is not None:
-            y, post, comb = self.written.y[part], self.written.post[part], self.written.comb[part]
-        block = min(triton.next_power_of_2(width), self.divided.chunk)
-        write_and_read[(len(h),)](
-            h, y, post, comb, pre, self.norm, self.new_h[part], x, self.squares[part], width, self.eps, self.written is not None, block,
-            num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
-        )  # fmt: skip
+            y, post, comb = self.written.y, self.written.post, self.written.comb
+        if rows:
+            block = min(triton.next_power_of_2(width), self.divided.chunk)
+            write_and_read[(rows,)](
+                h, y, post, comb, pre, self.norm, self.new_h, x, self.squares, width, self.eps, self.written is not None, block,
+                num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
+            )  # fmt: skip
 
-    def mix(self, part: slice) -> None:
-        """Products of the new streams of some rows with the mixing matrix."""
-        if self.mixer is None or self.parts is None:
-            return
-        z, divided = self.new_h[part].flatten(1), self.divided
+    def mix(self) -> None:
+        """Products of the new streams with the mixing matrix."""
+        z, divided = self.new_h.flatten(1), self.divided
         rows, width = z.shape
+        if self.mixer is None or self.parts is None or not rows:
+            return
         mix[triton.cdiv(rows, divided.rows), len(self.parts)](
-            z, self.mixer.fn, self.parts[:, part], rows, len(self.h), width, divided.rows, divided.cols, divided.steps, not INTERPRETED,
+            z, self.mixer.fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, not INTERPRETED,
             num_warps=4, num_stages=3,
         )  # fmt: skip
 

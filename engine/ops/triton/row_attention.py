@@ -25,7 +25,7 @@ class Tuning:
     """keys: per tile, of heads at least 256 wide. stages: tiles whose rows are under way while one is computed, plus one."""
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
-    roles: bool = False  # and warps that only decode, of `row_attention_roles`
+    roles: bool = True  # and warps that only decode, of `row_attention_roles`
     keys: int = 64
     stages: int = 2
     warps: int = 8

@@ -1,4 +1,4 @@
-"""`row_attention_hopper` with roles: four warps only fetch and decode rows, eight only multiply them.
+"""`row_attention_hopper` with roles: eight warps only fetch and decode rows, eight only multiply them.
 
 Decoded tiles of 64 keys pass from one role to the other through two buffers in shared memory; two barriers a buffer say that it is full or
 may be filled again. So a tile is decoded while the one before it goes through scores, softmax and output, and not only beside the latter.
@@ -18,14 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from engine.ops.triton.decode_formats import SHRINK
 from engine.ops.triton.row_attention_hopper import (
-    _E2M1_EVEN,
-    _E2M1_ODD,
-    _E4M3_EVEN,
-    _E4M3_ODD,
+    _ENTRY,
+    _ENTRY_GROUPS,
     _OUTPUT,
     _QUERY,
     _SCORES,
     _SHARED,
+    _WINDOW,
+    _WINDOW_GROUPS,
     D2,
     ENTRY_BYTES,
     HEADS,
@@ -35,60 +35,47 @@ from engine.ops.triton.row_attention_hopper import (
     _as_words,
     _barrier,
     _index,
-    _spread,
+    _store_entries,
+    _store_window,
 )
 
 # Registers of a thread that decodes; the threads that multiply get what is left of 65,536.
-DECODER_WARPS, DECODER_REGISTERS = gl.constexpr(4), gl.constexpr(136)
-
-# The raw rows of `row_attention_hopper` among four warps.
-_WINDOW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
-_WINDOW_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
-_ENTRY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-_ENTRY_GROUPS = gl.constexpr(gl.BlockedLayout([1, 2, 2], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
-_ENTRY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+DECODER_WARPS, DECODER_REGISTERS = gl.constexpr(8), gl.constexpr(80)
 
 
 @gluon.jit
-def _load_window(rows_ptr, index_ptr, columns, tile):
-    """Raw words int32 [N, 128] and exponents uint8 [N, 16] of one tile of window rows."""
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _WINDOW)).to(gl.int64), 1)
+def _window_places(index_ptr, columns, tile):
+    """Indices of one tile of window rows, as its words and as its exponents lie among the threads."""
+    words = _index(index_ptr, columns, tile, gl.SliceLayout(1, _WINDOW))
+    return words, _index(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, _WINDOW_GROUPS)))
+
+
+@gluon.jit
+def _window_rows(rows_ptr, places, groups):
+    """Raw words int32 [N, 128] and exponents uint8 [N, 16] of the rows at those places."""
     word = gl.expand_dims(gl.arange(0, D2 // 2, gl.SliceLayout(0, _WINDOW)), 0)
+    index = gl.expand_dims(places.to(gl.int64), 1)
     words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (WINDOW_BYTES // 4) + word, mask=index >= 0, other=0)
-    flat: gl.constexpr = gl.SliceLayout(2, _WINDOW_GROUPS)
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
-    group = gl.expand_dims(gl.arange(0, D2 // 16, gl.SliceLayout(0, flat)), 0)
+    group = gl.expand_dims(gl.arange(0, D2 // 16, gl.SliceLayout(0, gl.SliceLayout(2, _WINDOW_GROUPS))), 0)
+    index = gl.expand_dims(groups.to(gl.int64), 1)
     return words, gl.load(rows_ptr + index * WINDOW_BYTES + 2 * D2 + group, mask=index >= 0, other=0)
 
 
 @gluon.jit
-def _load_entries(rows_ptr, index_ptr, columns, tile):
-    """Raw words int32 [N, 64] and scales uint8 [N, 32] of one tile of entry rows."""
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _ENTRY)).to(gl.int64), 1)
+def _entry_places(index_ptr, columns, tile):
+    words = _index(index_ptr, columns, tile, gl.SliceLayout(1, _ENTRY))
+    return words, _index(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, _ENTRY_GROUPS)))
+
+
+@gluon.jit
+def _entry_rows(rows_ptr, places, groups):
+    """Raw words int32 [N, 64] and scales uint8 [N, 32]."""
     word = gl.expand_dims(gl.arange(0, D2 // 4, gl.SliceLayout(0, _ENTRY)), 0)
+    index = gl.expand_dims(places.to(gl.int64), 1)
     words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (ENTRY_BYTES // 4) + word, mask=index >= 0, other=0)
-    flat: gl.constexpr = gl.SliceLayout(2, _ENTRY_GROUPS)
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
-    group = gl.expand_dims(gl.arange(0, D2 // 8, gl.SliceLayout(0, flat)), 0)
+    group = gl.expand_dims(gl.arange(0, D2 // 8, gl.SliceLayout(0, gl.SliceLayout(2, _ENTRY_GROUPS))), 0)
+    index = gl.expand_dims(groups.to(gl.int64), 1)
     return words, gl.load(rows_ptr + index * ENTRY_BYTES + D2 + group, mask=index >= 0, other=0)
-
-
-@gluon.jit
-def _store_window(words, exponents, even, odd):
-    field = gl.minimum(exponents.to(gl.int32) + 104, 255) << 7
-    scale = _spread(field, D2 // 2, _WINDOW_GROUPS, _WINDOW)
-    even.store(gl.inline_asm_elementwise(_E4M3_EVEN, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
-    odd.store(gl.inline_asm_elementwise(_E4M3_ODD, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
-
-
-@gluon.jit
-def _store_entries(words, scales, even, odd):
-    factor = (scales.to(gl.int32) << 20).to(gl.float32, bitcast=True) * 2.0**115 * 2.0**115
-    scale = _spread((factor.to(gl.int32, bitcast=True) >> 16) & 0xFFFF, D2 // 4, _ENTRY_GROUPS, _ENTRY)
-    low, high = gl.inline_asm_elementwise(_E2M1_EVEN, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    even.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
-    low, high = gl.inline_asm_elementwise(_E2M1_ODD, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    odd.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
 
 
 @gluon.jit
@@ -103,23 +90,32 @@ def _hand_over(full):
 def _decode(
     window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys, full, empty
 ):  # fmt: skip
-    """Tiles begin..last_window of the window, then first_entry..last_entry, each into the buffer whose turn it is."""
+    """Tiles begin..last_window of the window, then first_entry..last_entry, each into the buffer whose turn it is.
+
+    Rows are asked for a tile ahead, their indices two: an address that has to be waited for would hold up everything behind it.
+    """
     step = 0
-    words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(begin < last_window, W, 0), begin)
+    places, groups = _window_places(window_index_ptr, gl.where(begin < last_window, W, 0), begin)
+    words, exponents = _window_rows(window_ptr, places, groups)
+    places, groups = _window_places(window_index_ptr, gl.where(begin + 1 < last_window, W, 0), begin + 1)
     for tile in range(begin, last_window):
         buffer = step & 1
         mbarrier.wait(empty.index(buffer), ((step >> 1) & 1) ^ 1)
         _store_window(words, exponents, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)))
         _hand_over(full.index(buffer))
-        words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(tile + 1 < last_window, W, 0), tile + 1)
+        words, exponents = _window_rows(window_ptr, places, groups)
+        places, groups = _window_places(window_index_ptr, gl.where(tile + 2 < last_window, W, 0), tile + 2)
         step += 1
-    pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry)
+    places, groups = _entry_places(entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry)
+    pairs, scales = _entry_rows(entry_ptr, places, groups)
+    places, groups = _entry_places(entry_index_ptr, gl.where(first_entry + 1 < last_entry, K, 0), first_entry + 1)
     for tile in range(first_entry, last_entry):
         buffer = step & 1
         mbarrier.wait(empty.index(buffer), ((step >> 1) & 1) ^ 1)
         _store_entries(pairs, scales, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)))
         _hand_over(full.index(buffer))
-        pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(tile + 1 < last_entry, K, 0), tile + 1)
+        pairs, scales = _entry_rows(entry_ptr, places, groups)
+        places, groups = _entry_places(entry_index_ptr, gl.where(tile + 2 < last_entry, K, 0), tile + 2)
         step += 1
 
 
