@@ -23,59 +23,74 @@ struct IndexScores {
     int num_rows, num_heads, width, num_allowed;
     int log_per_block, log_size;  // entries of a block of the cache, of a candidate block
     int programs;                 // thread blocks that share a row
-    int ahead;                    // tiles under way, 2 where nothing else is listed below
+    int stages, residents;        // tiles under way, and thread blocks of a multiprocessor: which exist, see below
 };
 
 constexpr int kScoreThreads = 128;
 constexpr int kScoreWarps = kScoreThreads / 32;
 constexpr int kTileEntries = 16;
 
-// What a lane reads of entries g and g + 8 of a tile: eight channels a word.
-template <int kWords>
-struct Keys {
-    uint32_t words[2][kWords];
-    uint32_t scale[2];
-    bool seen[2];
+// Where a lane's entries g and g + 8 of a tile are: their places in the cache, null where nothing is visible.
+struct Places {
+    const uint8_t* block[2];
+    int place[2];
 };
 
-template <int kWords, bool kRestricted>
-__device__ __forceinline__ Keys<kWords> fetch(const IndexScores& p, int64_t row, const int64_t* table, int count, int columns, int tile) {
-    const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-    Keys<kWords> keys;
+template <bool kRestricted>
+__device__ __forceinline__ bool entry_of(const IndexScores& p, int64_t row, int count, int columns, int column, int& entry) {
+    entry = column;
+    if (column >= columns) return false;
+    if constexpr (kRestricted) {
+        const int chosen = p.allowed[row * p.num_allowed + (column >> p.log_size)];
+        entry = (chosen << p.log_size) + (column & ((1 << p.log_size) - 1));
+        return chosen >= 0 && entry < count;
+    }
+    return true;
+}
+
+template <bool kRestricted>
+__device__ __forceinline__ Places find(const IndexScores& p, int64_t row, const int64_t* table, int count, int columns, int tile) {
+    Places places;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int column = tile * kTileEntries + group + 8 * i;
-        int entry = column;
-        bool seen = column < columns;
-        if constexpr (kRestricted) {
-            const int chosen = seen ? p.allowed[row * p.num_allowed + (column >> p.log_size)] : -1;
-            entry = (chosen << p.log_size) + (column & ((1 << p.log_size) - 1));
-            seen = chosen >= 0 && entry < count;
+        int entry;
+        places.block[i] = nullptr;
+        if (entry_of<kRestricted>(p, row, count, columns, tile * kTileEntries + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i, entry)) {
+            places.block[i] = p.blocks + table[entry >> p.log_per_block] * p.block_bytes + p.offset;
         }
-        keys.seen[i] = seen;
-        keys.scale[i] = 0;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) keys.words[i][w] = 0;
-        if (!seen) continue;
-        const int place = entry & ((1 << p.log_per_block) - 1);
-        const uint8_t* base = p.blocks + table[entry >> p.log_per_block] * p.block_bytes + p.offset;
-        const uint8_t* data = base + place * (16 * kWords) + quarter * (4 * kWords);
-        if constexpr (kWords == 4) {
-            const uint4 read = load_global16(data);
-            keys.words[i][0] = read.x;
-            keys.words[i][1] = read.y;
-            keys.words[i][2] = read.z;
-            keys.words[i][3] = read.w;
-        } else if constexpr (kWords == 2) {
-            const uint2 read = load_global8(data);
-            keys.words[i][0] = read.x;
-            keys.words[i][1] = read.y;
-        } else {
-            keys.words[i][0] = *reinterpret_cast<const uint32_t*>(data);
-        }
-        keys.scale[i] = base[(16 * kWords << p.log_per_block) + place * kWords + quarter * kWords / 4];
+        places.place[i] = entry & ((1 << p.log_per_block) - 1);
     }
-    return keys;
+    return places;
+}
+
+// A lane's own keys and scales of the tiles under way, in shared memory. Nobody else reads them, so that lanes wait for their own copies only.
+template <int kWords>
+struct Ring {
+    unsigned char* bytes;  // of this warp
+
+    static constexpr int kStage = 32 * 2 * (4 * kWords + 4);
+
+    __device__ __forceinline__ unsigned char* words(int stage, int i) const {
+        return bytes + stage * kStage + (32 * i + static_cast<int>(threadIdx.x) % 32) * (4 * kWords);
+    }
+    __device__ __forceinline__ uint32_t* scales(int stage, int i) const {
+        return reinterpret_cast<uint32_t*>(bytes + stage * kStage + 64 * 4 * kWords) + 32 * i + threadIdx.x % 32;
+    }
+};
+
+template <int kWords>
+__device__ __forceinline__ void start(const IndexScores& p, const Ring<kWords>& ring, int stage, const Places& places) {
+    const int quarter = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (places.block[i] == nullptr) continue;
+        const uint8_t* data = places.block[i] + places.place[i] * (16 * kWords) + quarter * (4 * kWords);
+        if constexpr (kWords == 4) copy_async16(ring.words(stage, i), data);
+        if constexpr (kWords == 2) copy_async8(ring.words(stage, i), data);
+        if constexpr (kWords == 1) copy_async4(ring.words(stage, i), data);
+        // The four bytes in which this lane's scale is.
+        copy_async4(ring.scales(stage, i), places.block[i] + (16 * kWords << p.log_per_block) + (places.place[i] * kWords & ~3));
+    }
 }
 
 // Four bf16 pairs (c, c + 4) of the channels 0 to 7 of a word: magnitude to bits 6..8, sign to 15, times a power of two.
@@ -90,20 +105,24 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (
 // E8M0 to the factor of an E2M1 value in bf16, twice: the scale * 2^126 / 2^16, which the weights multiply back. 6 * 2^17 and more: infinite.
 __device__ __forceinline__ uint32_t factor(uint32_t scale) { return (scale < 145 ? scale + 110 : 255) * 0x00800080u; }
 
-// kAhead: tiles under way. Of the largest shape, one leaves registers for four blocks a multiprocessor, more for three.
-template <int kWords, int kHeadTiles, bool kRestricted, int kAhead>
-__global__ void __launch_bounds__(kScoreThreads, kAhead == 1 ? 4 : 3) score(const IndexScores p) {
-    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+// kStages: tiles under way. kResidents: thread blocks whose registers fit a multiprocessor.
+template <int kWords, int kHeadTiles, bool kRestricted, int kStages, int kResidents>
+__global__ void __launch_bounds__(kScoreThreads, kResidents) score(const IndexScores p) {
+    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4, warp = threadIdx.x / 32;
     const int64_t row = blockIdx.x / p.programs;
     const int count = static_cast<int>(p.count[row]);
     const int columns = kRestricted ? p.num_allowed << p.log_size : count;
     const int64_t* table = p.table + p.seq[row] * p.table_stride;
     const int step = p.programs * kScoreWarps;
-    int tile = blockIdx.x % p.programs * kScoreWarps + threadIdx.x / 32;
+    int tile = blockIdx.x % p.programs * kScoreWarps + warp;
     if (tile * kTileEntries >= columns) return;
-    Keys<kWords> ahead[kAhead];
+    const Ring<kWords> ring = {shared_memory() + warp * kStages * Ring<kWords>::kStage};
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = fetch<kWords, kRestricted>(p, row, table, count, columns, tile + i * step);
+    for (int i = 0; i < kStages; ++i) {
+        start<kWords>(p, ring, i, find<kRestricted>(p, row, table, count, columns, tile + i * step));
+        commit_copies();
+    }
+    Places next = find<kRestricted>(p, row, table, count, columns, tile + kStages * step);
 
     uint32_t q[2 * kWords][kHeadTiles][2];
     float weights[kHeadTiles][2];
@@ -121,19 +140,38 @@ __global__ void __launch_bounds__(kScoreThreads, kAhead == 1 ? 4 : 3) score(cons
 #pragma unroll
         for (int i = 0; i < 2; ++i) weights[t][i] = bf16_value(p.weights[row * p.num_heads + 8 * t + 2 * quarter + i]) * 65536.0f;
     }
-#pragma unroll kAhead
-    for (; tile * kTileEntries < columns; tile += step) {
-        const Keys<kWords> keys = ahead[0];
+    for (int stage = 0; tile * kTileEntries < columns; tile += step) {
+        wait_copies<kStages - 1>();
+        uint32_t words[2][kWords], factors[2];
 #pragma unroll
-        for (int i = 0; i + 1 < kAhead; ++i) ahead[i] = ahead[i + 1];
-        ahead[kAhead - 1] = fetch<kWords, kRestricted>(p, row, table, count, columns, tile + kAhead * step);
-        const uint32_t factors[2] = {factor(keys.scale[0]), factor(keys.scale[1])};
+        for (int i = 0; i < 2; ++i) {
+            const unsigned char* mine = ring.words(stage, i);
+            if constexpr (kWords == 4) {
+                const uint4 read = load_shared16(mine);
+                words[i][0] = read.x;
+                words[i][1] = read.y;
+                words[i][2] = read.z;
+                words[i][3] = read.w;
+            } else if constexpr (kWords == 2) {
+                const uint2 read = load_shared8(mine);
+                words[i][0] = read.x;
+                words[i][1] = read.y;
+            } else {
+                words[i][0] = *reinterpret_cast<const uint32_t*>(mine);
+            }
+            const int byte = ((group + 8 * i) * kWords + quarter * kWords / 4) % 4;  // tiles begin at multiples of 16 entries
+            factors[i] = factor(*ring.scales(stage, i) >> (8 * byte) & 0xFF);
+        }
+        start<kWords>(p, ring, stage, next);
+        commit_copies();
+        next = find<kRestricted>(p, row, table, count, columns, tile + (kStages + 1) * step);
+        stage = stage + 1 < kStages ? stage + 1 : 0;
         float d[kHeadTiles][4] = {};
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
             uint32_t low[4], high[4];
-            decode(keys.words[0][w], factors[0], low);
-            decode(keys.words[1][w], factors[1], high);
+            decode(words[0][w], factors[0], low);
+            decode(words[1][w], factors[1], high);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32_t a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
@@ -154,9 +192,13 @@ __global__ void __launch_bounds__(kScoreThreads, kAhead == 1 ? 4 : 3) score(cons
         }
         // Lane 0 of four writes entry g, lane 1 entry g + 8.
         const int column = tile * kTileEntries + group + 8 * quarter;
-        const bool seen = quarter == 0 ? keys.seen[0] : keys.seen[1];
-        if (quarter < 2 && column < columns) p.out[row * p.out_stride + column] = seen ? (quarter == 0 ? sums[0] : sums[1]) : -INFINITY;
+        if (quarter < 2 && column < columns) {
+            int entry;
+            const bool seen = entry_of<kRestricted>(p, row, count, columns, column, entry);
+            p.out[row * p.out_stride + column] = seen ? (quarter == 0 ? sums[0] : sums[1]) : -INFINITY;
+        }
     }
+    wait_copies<0>();
 }
 
 }  // namespace dix
@@ -167,22 +209,24 @@ extern "C" int dix_index_scores(const dix::IndexScores* p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     if (p->num_rows == 0) return cudaSuccess;
     const int grid = p->num_rows * p->programs;
-#define DIX_SCORE(words, tiles, under_way)                                                   \
-    if (p->width == 32 * words && p->num_heads == 8 * tiles && p->ahead == under_way) {      \
-        if (p->allowed != nullptr) {                                                         \
-            DIX_LAUNCH((score<words, tiles, true, under_way>), grid, kScoreThreads, 0, s, *p);  \
-        } else {                                                                             \
-            DIX_LAUNCH((score<words, tiles, false, under_way>), grid, kScoreThreads, 0, s, *p); \
-        }                                                                                    \
-        return cudaGetLastError();                                                           \
+#define DIX_SCORE(words, tiles, under_way, fitting)                                                             \
+    if (p->width == 32 * words && p->num_heads == 8 * tiles && p->stages == under_way && p->residents == fitting) { \
+        constexpr int kBytes = kScoreWarps * under_way * Ring<words>::kStage;                                   \
+        if (p->allowed != nullptr) {                                                                            \
+            DIX_LAUNCH((score<words, tiles, true, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);    \
+        } else {                                                                                                \
+            DIX_LAUNCH((score<words, tiles, false, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);   \
+        }                                                                                                       \
+        return cudaGetLastError();                                                                              \
     }
-    DIX_SCORE(4, 4, 1)
-    DIX_SCORE(4, 4, 2)
-    DIX_SCORE(4, 4, 3)
-    DIX_SCORE(4, 2, 2)
-    DIX_SCORE(2, 2, 2)
-    DIX_SCORE(1, 2, 2)
-    DIX_SCORE(1, 4, 2)
+    DIX_SCORE(4, 4, 4, 3)
+    DIX_SCORE(4, 4, 4, 4)
+    DIX_SCORE(4, 4, 8, 3)
+    DIX_SCORE(4, 4, 8, 4)
+    DIX_SCORE(4, 2, 4, 4)
+    DIX_SCORE(2, 2, 4, 4)
+    DIX_SCORE(1, 2, 4, 4)
+    DIX_SCORE(1, 4, 4, 4)
 #undef DIX_SCORE
     return cudaErrorInvalidValue;
 }

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.ops.cuda.index_search import fits, scores_of
+from engine.ops.cuda.index_search import ScoreTuning, fits, scores_of
 from engine.ops.index_search import IndexQuery
 from tests.csrc.emulated import emulated_kernels
 from tests.ops.test_index_search import Problem
+
+DEFAULT = ScoreTuning()
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +18,10 @@ def run():
     return emulated_kernels()
 
 
-def score(run, problem, allowed=None, size=4, rows=slice(None), residents=2, ahead=2):
+def score(run, problem, allowed=None, size=4, rows=slice(None), tuning=DEFAULT):
     assert fits(problem.query, problem.paged, size)
     columns = problem.num_entries if allowed is None else allowed.shape[1] * size
-    return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, residents, ahead)
+    return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, tuning)
 
 
 @pytest.mark.parametrize(("heads", "width"), [(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)])
@@ -28,8 +30,8 @@ def test_every_entry_gets_the_score_of_the_definition(run, heads, width):
     problem = Problem("cpu", lens, heads=heads, width=width)
     got = score(run, problem)
     if (heads, width) == (32, 128):
-        for ahead in (1, 3):
-            other = score(run, problem, ahead=ahead)
+        for stages, residents in ((4, 3), (8, 3), (8, 4)):
+            other = score(run, problem, tuning=ScoreTuning(stages, residents))
             assert all(torch.equal(other[row, :count], got[row, :count]) for row, count in enumerate(lens))
     for row, count in enumerate(lens):
         wanted = problem.scores(row)
@@ -48,7 +50,7 @@ def test_scores_of_candidate_blocks_stand_in_their_order(run):
 
 def test_a_score_does_not_depend_on_where_it_is_computed(run):
     problem = Problem("cpu", [200, 90, 200])
-    together, few = score(run, problem), score(run, problem, residents=9)
+    together, few = score(run, problem), score(run, problem, tuning=ScoreTuning(waves=9))
     for row, count in enumerate([200, 90, 200]):
         assert torch.equal(few[row, :count], together[row, :count])
         assert torch.equal(score(run, problem, rows=slice(row, row + 1))[0, :count], together[row, :count])
@@ -86,6 +88,7 @@ def test_problems_without_native_code_are_told_apart(run):
     problem = Problem("cpu", [20])
     assert fits(problem.query, problem.paged, 8)
     assert not fits(problem.query, problem.paged, 6)
+    assert not fits(problem.query, problem.paged, 2)
     assert not fits(Problem("cpu", [20], heads=64).query, problem.paged, 8)
     assert not fits(problem.query, replace(problem.paged, blocks=problem.paged.blocks[:, 1:]), 8)
     assert not fits(problem.query, replace(problem.paged, offset=problem.paged.offset + 8), 8)

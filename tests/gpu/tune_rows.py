@@ -79,8 +79,8 @@ def _index(setting: Setting) -> Iterator[Line]:
         part = slice(0, rows)
         wanted = triton_search.scores_of(query, keys, part, 131_072, None, 8)
         runs: dict[str, Callable[[], Any]] = {
-            f"{n} a processor, {ahead} ahead": _native(index_search.scores_of, query, keys, part, 131_072, None, 8, n, ahead)
-            for n, ahead in ((6, 2), (3, 2), (12, 2), (24, 2), (4, 1), (8, 1), (16, 1), (3, 3), (6, 3))
+            f"{t.stages}/{t.residents}/{t.waves}": _native(index_search.scores_of, query, keys, part, 131_072, None, 8, t)
+            for t in (index_search.ScoreTuning(s, r, w) for s in (4, 8) for r in (4, 3) for w in (2, 1, 4))
         }
         runs["triton"] = partial(triton_search.scores_of, query, keys, part, 131_072, None, 8)
         largest = wanted.abs().max()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,10 +15,21 @@ from engine.ops.cuda.packed_gemm import machine
 from engine.ops.cuda.select_topk import select_rows
 from engine.ops.index_search import IndexQuery, PagedIndexKeys, padded_heads
 
-# Thread blocks per multiprocessor: three fit, and as many again even out rows of different lengths.
-_RESIDENTS = 6
 _ENTRIES = 64  # of one step of a thread block
 _SHAPES = frozenset({(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)})  # heads and width, as listed in csrc/kernels/index_scores.cu
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTuning:
+    """How scores are computed; no choice changes a result. Which stages and residents exist, csrc/kernels/index_scores.cu says.
+
+    stages: tiles of keys under way in a warp. residents: thread blocks whose registers fit a multiprocessor. waves: as many thread blocks
+    as fit the device, so many times: more of them even out rows of different lengths.
+    """
+
+    stages: int = 4
+    residents: int = 4
+    waves: int = 2
 
 
 def launch(
@@ -35,10 +47,10 @@ def launch(
 
 
 def fits(query: IndexQuery, keys: PagedIndexKeys, block_size: int) -> bool:
-    """Whether there is native code for a problem: its shape is listed, rows are aligned, numbers that divide are powers of two."""
+    """Whether there is native code for a problem: its shape is listed, rows are aligned, divisors are powers of two from 4 on."""
     shape = (padded_heads(query.q.shape[1]), query.q.shape[2])
     aligned = keys.blocks.data_ptr() % 16 == 0 and keys.blocks.stride(0) % 16 == 0 and keys.offset % 16 == 0
-    powers = all(number & (number - 1) == 0 for number in (keys.per_block, block_size))
+    powers = all(number >= 4 and number & (number - 1) == 0 for number in (keys.per_block, block_size))
     return shape in _SHAPES and aligned and powers and keys.table.dtype is torch.int64 and query.weights.dtype is torch.bfloat16
 
 
@@ -51,18 +63,15 @@ def scores_of(
     columns: int,
     allowed: Tensor | None,
     block_size: int,
-    residents: int = _RESIDENTS,
-    ahead: int = 2,
+    tuning: ScoreTuning = ScoreTuning(),
 ) -> Tensor:
-    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was.
-
-    residents: thread blocks per multiprocessor. ahead: tiles of keys under way, 1 to 3 for 32 heads of width 128, else 2.
-    """
+    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was."""
     q, weights, seq, count = query.q[rows], query.weights[rows], query.seq[rows], query.count[rows]
     num_rows, heads, width = q.shape
     out = torch.empty(num_rows, columns, device=q.device)
     chosen = None if allowed is None else allowed[rows]
-    programs = max(1, min(-(-columns // _ENTRIES), run.num_processors * residents // num_rows)) if num_rows else 1
+    most = run.num_processors * tuning.residents * tuning.waves
+    programs = max(1, min(-(-columns // _ENTRIES), most // max(1, num_rows)))
     arguments = ScoreArguments(
         q=q.data_ptr(),
         weights=weights.data_ptr(),
@@ -83,7 +92,8 @@ def scores_of(
         log_per_block=keys.per_block.bit_length() - 1,
         log_size=block_size.bit_length() - 1,
         programs=programs,
-        ahead=ahead,
+        stages=tuning.stages,
+        residents=tuning.residents,
     )
     check_launch(run.scores(ctypes.byref(arguments), stream), "index_search")
     return out

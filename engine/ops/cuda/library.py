@@ -56,7 +56,7 @@ class ScoreArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block_bytes", "offset", "table_stride", "out_stride")),
         *(
             (name, ctypes.c_int)
-            for name in ("num_rows", "num_heads", "width", "num_allowed", "log_per_block", "log_size", "programs", "ahead")
+            for name in ("num_rows", "num_heads", "width", "num_allowed", "log_per_block", "log_size", "programs", "stages", "residents")
         ),
     ]
 
