@@ -232,7 +232,7 @@ class DiskTier:
                 break
             page = index.parent[page]
         num_bytes = layout.record_bytes(Kind.STATE) + missing * layout.record_bytes(Kind.PAGE)
-        likely = 0.5 if index.reason[state] == StateReason.TAIL else 1.0
+        likely = 0.5 if index.reason[state] in (StateReason.TAIL, StateReason.DECODE) else 1.0
         return likely * (self._decayed(index.key(index.parent[state])) + 1) * index.position[state] / num_bytes
 
     def _write(self, state: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cache_answers import AnswerWriter
 from engine.cache_contract import PlanKind
 from engine.cache_counters import CacheCounters, arena_leaves
 from engine.cache_faults import flip
@@ -89,6 +90,7 @@ class PrefixCache:
         self.counters = CacheCounters()
         self._failures = CopyFailures(self.counters)
         self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, keep_tokens)
+        self._answers = AnswerWriter(config, self.cache, self._writer, self._keys)
         self._herd = Herd(config, self._page_tokens, keep_tokens, clock)
         self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
         self._kept = KeptPrefixes(self.cache, clock)
@@ -338,10 +340,23 @@ class PrefixCache:
                 except MachineError as error:
                     self._failures.failed(error)
             self._close(seq.seq_id)
+        elif not self._failures.off and self._answers.wanted(seq):
+            self._store_answer(seq)
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
         self._herd.forget(seq.seq_id)
         self._fetched.pop(seq.seq_id, None)
+
+    def _store_answer(self, seq: Sequence) -> None:
+        began, memo = time.perf_counter(), self._memos.get(seq.seq_id)
+        if memo is None or memo[:2] != (seq.prefill_len, self._keys.epoch):
+            return  # the cache was reset meanwhile
+        try:
+            self._answers.store(seq, memo[2], memo[1])
+            self._failures.worked()
+        except MachineError as error:
+            self._failures.failed(error)
+        self.counters.store_seconds += time.perf_counter() - began
 
     def _close(self, seq_id: int) -> None:
         """The prefill is over: nothing of it is pinned or awaited any more. Letting go of a long path takes time from others, too."""

@@ -137,6 +137,7 @@ class Grammar:
 class Request:
     """One prompt. `cache_read`/`cache_write` False bypass the prefix cache in that direction.
 
+    cache_decode: the next prompt of this conversation will begin with this prompt and its answer, token by token.
     cache_anchor_tokens: length of the leading part that other prompts are likely to share (system and tools text), 0 if unknown.
     """
 
@@ -147,6 +148,7 @@ class Request:
     cache_write: bool = True
     cache_salt: str = ""
     cache_anchor_tokens: int = 0
+    cache_decode: bool = False
     grammar: Grammar | None = None
 
 

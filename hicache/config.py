@@ -37,6 +37,11 @@ class HiCacheConfig:
     herd_min_tokens: int = knob(1024, "A prompt waits for an equal prefix in progress of that length; 0 never waits.", unit="tokens", ge=0)
     herd_timeout_s: float = knob(2.0, "Longest wait for a prefix that makes no progress.", unit="s", gt=0)
     store_tail_state: bool = knob(True, "Also keep the window state at the last page end of a prompt (s1).")
+    store_decode: str = knob(
+        "auto",
+        "Also store generated answers: where the next prompt of the conversation is known to contain them, always, or never.",
+        choices=("auto", "on", "off"),
+    )
     isolation: str = knob(
         "none",
         "Who may hit whose prefixes: everybody, requests of one API key, or those that also send one cache_salt.",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hicache.records import Kind
 
-MAGIC, SCHEMA, BLOCK = b"DIXDISK\0", 1, 4096
+MAGIC, SCHEMA, BLOCK = b"DIXDISK\0", 2, 4096  # schema 2: states at the end of answers
 _FILE = struct.Struct("<8sIIIII32s")  # magic, schema, page tokens, frame bytes, page bytes, frames per state, proof
 _RECORD = struct.Struct("<4sBBHIIIII32s32s")  # magic, kind, reason, frames, position, first and last token, frame bytes, spare, key, parent
 _RECORD_MAGIC = b"DREC"

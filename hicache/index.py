@@ -27,6 +27,7 @@ class StateReason(IntEnum):
     RESEND = 4  # where an identical prompt may resume
     TAIL = 5  # last page end of a prompt
     ABORT = 6  # last page end before an abort or a preemption
+    DECODE = 7  # last page end of an answer
 
 
 class PrefixIndex:

@@ -112,3 +112,10 @@ class KeySpace:
         if extras or self.chain is None:
             return hash_chain(root, packed, self.page_tokens, extras)
         return self.chain(root, packed, self.page_tokens)
+
+    def extend(self, keys: list[bytes], tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """`keys` of the leading pages of `tokens`, followed by those of all other full pages."""
+        if not keys:
+            return self.page_keys(tokens, salt)
+        packed = pack_tokens(tokens[len(keys) * self.page_tokens :])
+        return keys + (self.chain or hash_chain)(keys[-1], packed, self.page_tokens)

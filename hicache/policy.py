@@ -103,10 +103,11 @@ def dispensable_intervals(states: Sequence[tuple[int, StateReason]], interval: i
 
 def superseded(states: Sequence[tuple[int, StateReason]]) -> list[int]:
     """Which (position, reason) of a path, shallowest first, later prefills made dispensable: all but the last two `RESEND`, all but
-    the last `TAIL`. Returns indices. They are given up only when frames are short, since an older prompt may still come back.
+    the last `TAIL`, for which an answer's `DECODE` counts as well. Returns indices. They are given up only when frames are short, since
+    an older prompt may still come back.
     """
     resends = [i for i, (_, reason) in enumerate(states) if reason is StateReason.RESEND]
-    tails = [i for i, (_, reason) in enumerate(states) if reason is StateReason.TAIL]
+    tails = [i for i, (_, reason) in enumerate(states) if reason in (StateReason.TAIL, StateReason.DECODE)]
     return sorted(resends[:-2] + tails[:-1])
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hicache.errors import MachineError
 
-MAGIC, SCHEMA = b"DIXHIC\0\1", 1
+MAGIC, SCHEMA = b"DIXHIC\0\1", 2  # 2: states at the end of answers, a reason that readers of 1 do not know
 HEADER_BYTES, RECORD_BYTES, LOG_ENTRIES = 4096, 64, 1 << 16
 _FIXED = struct.Struct("<8sIIIIQQ32s")  # magic, schema, page tokens, frames per state, ranks, frame bytes, frames, proof
 _EPOCH_AT, _ORIGIN_AT, MAX_ORIGIN = 256, 512, 2048

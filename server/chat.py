@@ -54,6 +54,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
         lambda: front.text.chat_parser(rendered, request.stop, one_call),
         grammar,
         anchor_tokens=rendered.anchor_tokens,
+        continued=rendered.keeps_answer and front.config.splice_sampled_ids,
     )
     head = new_head("chat.completion", "chatcmpl", request.model)
     headers = rank_headers(front, generation.ticket)

@@ -172,10 +172,12 @@ async def begin(
     grammar: Grammar | None = None,
     *,
     anchor_tokens: int = 0,
+    continued: bool = False,
 ) -> Generation:
     """Hand the choices of one prompt to a rank. After this the caller must call `Generation.close` on every path.
 
-    anchor_tokens: leading tokens of system and tools text, which other prompts are likely to share.
+    anchor_tokens: leading tokens of system and tools text, which other prompts are likely to share. continued: the conversation's next
+    prompt will begin with this one and its answer.
 
     Raises:
         ApiError: refused; nothing was started.
@@ -195,6 +197,7 @@ async def begin(
                 cache_write=request.cache_write,
                 cache_salt=salt,
                 cache_anchor_tokens=anchor_tokens,
+                cache_decode=continued and request.n == 1,
                 grammar=grammar,
             )
             for index in range(request.n)

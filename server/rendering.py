@@ -47,6 +47,7 @@ class RenderedPrompt:
     control_ranges: half-open code point ranges of `prompt` that are control tokens. parse_tools: calls are recognised in the output.
     anchor_tokens: leading tokens up to the first user turn, the part that other conversations are likely to share.
     spliced: stretches and whole turns of history that carry the ids they were sampled with.
+    keeps_answer: the next turn's prompt will hold the whole answer. Without tools, reasoning of earlier turns is left out.
     missing_reasoning: assistant turns that render with an empty think block because the client sent none back.
     """
 
@@ -62,6 +63,7 @@ class RenderedPrompt:
     anchor_tokens: int = 0
     spliced: int = 0
     missing_reasoning: int = 0
+    keeps_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def render_chat(
         spliced=spliced,
         anchor_tokens=_leading_tokens(token_ids, tokenizer.added.get(encoder.dialect.user)),
         missing_reasoning=_missing_reasoning(call),
+        keeps_answer=call.task is None and (not call.thinking.enabled or bool(call.tools.declared)),
     )
 
 

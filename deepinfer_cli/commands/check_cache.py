@@ -14,6 +14,7 @@ import typer
 
 from deepinfer_cli.api import Answer, Api, RequestRefused
 from deepinfer_cli.cache_rule import LEAST, Predictor
+from deepinfer_cli.cache_shortfall import ArenaCounts, why_not_as_predicted
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.live import checksum_errors, settled_metrics
@@ -41,6 +42,8 @@ class Turn:
     output_tokens: int
     different_at: int | None
     difference: str = ""
+    predicted_without_tails: int = 0
+    reason: str = ""  # why the cached tokens are not those predicted
 
     @property
     def same(self) -> bool:
@@ -95,9 +98,11 @@ def _check_cache(
         return run_programme(call, Trial(api, reference, model, max_tokens, seed, tokens_of, loops), model)
     if reference_url:
         raise ConfigError("--reference-url needs --programme", hint="dix check-cache --programme --reference-url URL")
-    before = read_checksum_errors(api)
+    before = settled_metrics(api)
     results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
-    damaged = read_checksum_errors(api) - before
+    after = settled_metrics(api)
+    results = [with_reason(turn, ArenaCounts.of(before), ArenaCounts.of(after)) for turn in results]
+    damaged = checksum_errors(after) - checksum_errors(before)
     code = judge(results, damaged)
     show(call, model, api.url, results, damaged, code)
     return code
@@ -156,8 +161,9 @@ class Conversation:
                 self._messages.append({"role": "user", "content": self._text(index, target)})
                 without, with_ = self._ask(False), self._ask(True)
                 predicted = predictor.predict(with_.prompt_tokens, common, with_.cached)
-                results.append(compare(self._api, index, without, with_, predicted))
-                predictor.store(with_.prompt_tokens)
+                reduced = predictor.without_tails(with_.prompt_tokens, common)
+                results.append(compare(self._api, index, without, with_, predicted, reduced))
+                predictor.store(with_.prompt_tokens, with_.output_tokens)
                 common = with_.prompt_tokens
                 target = with_.prompt_tokens + self._growth
                 self._messages.append({"role": "assistant", "content": without.content})
@@ -181,7 +187,7 @@ class Conversation:
         return self._api.chat({**self._base, "messages": self._messages, "prefix_cache": cached})
 
 
-def compare(api: Api, turn: int, without: Answer, with_: Answer, predicted: int) -> Turn:
+def compare(api: Api, turn: int, without: Answer, with_: Answer, predicted: int, without_tails: int = 0) -> Turn:
     """Token by token where the server names its tokens, else by its tokenizer."""
     left, right = tokens_of(api, without), tokens_of(api, with_)
     at = first_difference(left, right)
@@ -192,7 +198,16 @@ def compare(api: Api, turn: int, without: Answer, with_: Answer, predicted: int)
     ):
         at = min(len(left), len(right))
     difference = "" if at is None else f"{_at(left, at)} without, {_at(right, at)} with the cache"
-    return Turn(turn, with_.prompt_tokens, with_.cached, predicted, without.ttft_s, with_.ttft_s, with_.output_tokens, at, difference)
+    times = without.ttft_s, with_.ttft_s
+    return Turn(turn, with_.prompt_tokens, with_.cached, predicted, *times, with_.output_tokens, at, difference, without_tails)
+
+
+def with_reason(turn: Turn, before: ArenaCounts, after: ArenaCounts) -> Turn:
+    """The turn, with what the server's counters say about a hit that is not the predicted one."""
+    if turn.cached_tokens == turn.predicted_tokens:
+        return turn
+    reason = why_not_as_predicted(turn.cached_tokens, turn.predicted_tokens, turn.predicted_without_tails, before, after)
+    return dataclasses.replace(turn, reason=reason)
 
 
 def tokens_of(api: Api, answer: Answer) -> list[str]:
@@ -213,11 +228,6 @@ def first_difference(left: list[str], right: list[str]) -> int | None:
 
 def _at(tokens: list[str], index: int) -> str:
     return repr(tokens[index]) if index < len(tokens) else "the end"
-
-
-def read_checksum_errors(api: Api) -> int:
-    """Counted up to now. 0 on a server without `/deepinfer/metrics`: then only the tokens can tell."""
-    return checksum_errors(settled_metrics(api))
 
 
 def judge(results: list[Turn], damaged: int) -> ExitCode:
@@ -242,7 +252,7 @@ def show(call: Invocation, model: str, url: str, results: list[Turn], damaged: i
     call.ui.print(f"{verdict} · {model} at {url}" + (f" · {stamp}" if stamp else ""), "good" if code is ExitCode.OK else "bad")
     for turn in results:
         if turn.cached_tokens != turn.predicted_tokens:
-            call.ui.warn(f"turn {turn.turn}: {turn.cached_tokens} cached tokens, {turn.predicted_tokens} predicted")
+            call.ui.warn(f"turn {turn.turn}: {turn.cached_tokens} cached tokens, {turn.predicted_tokens} predicted: {turn.reason}")
     if code is ExitCode.INVALID:
         call.ui.note(" hint: is the cache on (dix cache stats), and is its arena large enough?", "accent")
 

@@ -18,7 +18,8 @@ WORDS = ("red", "green", "blue", "black", "white", "amber", "violet", "grey")
 class FakeServer(ThreadingHTTPServer):
     """`fault` applies to every chat request: error, hang, truncated, refuse, short, empty. cache: works, off, wrong (other tokens on a
     hit), damaged (each hit counts a checksum error), miscounted, stubborn (forgets nothing), shared (by all tenants), mortal (lost
-    with its process). `tenants` False refuses cache_salt. `ours` False leaves out everything beyond the common API.
+    with its process), full (no frames for a state at a last page end), answers (a state at the end of every answer). `tenants` False
+    refuses cache_salt. `ours` False leaves out everything beyond the common API.
     """
 
     daemon_threads = True
@@ -124,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             "hit_tokens_total": s.hits,
             "checksum_errors_total": s.damaged,
         }
+        if s.cache == "full":
+            cache |= {"store_skipped_total": {"no_state_frames": len(s.states)}, "frames": {"free": 2}, "arena_bytes": 2**27}
         cache |= {"miss_total": {"short": 3, "no_page": 0}, "recovered": {"pages": s.recovered}}
         tokens = {"prompt_total": s.prompts, "cached_total": s.hits, "generated_total": s.generated}
         kv = {"tokens_total": 1000, "tokens_used": 250}
@@ -152,6 +155,8 @@ class Handler(BaseHTTPRequestHandler):
             states = {(len(prompt) - KEEP) // PAGE * PAGE, (len(prompt) - 1) // PAGE * PAGE}
             matched = max((pages_in_common(stored, prompt) for stored, _ in s.states), default=0)
             states |= {matched} if matched - best > 2 * PAGE else set()  # where it leaves a known path
+            if s.cache == "full":
+                states.discard((len(prompt) - 1) // PAGE * PAGE)
             s.states.append((prompt, {p for p in states if p > 0}))
             s.looked += len(prompt)
             s.hits += best + (s.cache == "miscounted")
@@ -181,6 +186,9 @@ class Handler(BaseHTTPRequestHandler):
         count = int(body.get("max_tokens") or 16)
         seed = zlib.crc32(" ".join(prompt).encode()) + (1 if s.cache == "wrong" and cached else 0)
         answer = [WORDS[(seed >> i % 24) % len(WORDS)] + " " for i in range(count)]
+        if s.cache == "answers" and body.get("prefix_cache") is not False:
+            whole = [f"{body.get('cache_salt', '')}:{word}" for word in [*prompt, *(word.strip() for word in answer)]]
+            s.states.append((whole, {(len(whole) - 1) // PAGE * PAGE}))
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepinfer_cli.cache_rule import Predictor, cap
+from deepinfer_cli.cache_shortfall import ArenaCounts, why_not_as_predicted
 from deepinfer_cli.commands.check_cache import first_difference
 from tests.cli.fake_server import serving
 
@@ -49,6 +50,45 @@ def test_a_second_run_on_a_warm_cache_is_still_as_predicted(dix: Dix) -> None:
     assert ran.code == 0
     assert ran.json["turns"][0]["cached_tokens"] == cap(400) == 256
     assert [turn["cached_tokens"] for turn in ran.json["turns"]] == [turn["predicted_tokens"] for turn in ran.json["turns"]]
+
+
+def test_fewer_tokens_on_a_full_arena_are_explained(dix: Dix) -> None:
+    with serving(cache="full") as server:
+        ran = dix("check-cache", "--port", server.port, "--turns", 3, "--prompt-tokens", 400)
+        again = dix("check-cache", "--port", server.port, "--turns", 2, "--prompt-tokens", 400, "--seed", 1, "--json")
+    assert ran.code == 0
+    assert "256 cached tokens, 384 predicted: the arena is full" in ran.err
+    assert "--hicache-size-gb, now 0.125 GiB a rank" in " ".join(ran.err.split())
+    assert [turn["reason"][:17] for turn in again.json["turns"]] == ["", "the arena is full"]
+
+
+def test_states_at_the_end_of_answers_are_part_of_the_prediction(dix: Dix) -> None:
+    with serving(cache="answers") as server:
+        options = ("--turns", 2, "--prompt-tokens", 400, "--max-tokens", 150)
+        turns = dix("check-cache", "--port", server.port, *options, "--json").json["turns"]
+    # 400 prompt and 150 output tokens: a state at 512 beside those at 256 and 384.
+    assert [(turn["cached_tokens"], turn["predicted_tokens"]) for turn in turns] == [(0, 0), (512, 512)]
+
+
+FULL, ROOMY = ArenaCounts(40, 2, 0, 2**27), ArenaCounts(0, 0, 90, 2**27)
+
+
+@pytest.mark.parametrize(
+    ("cached", "after", "words"),
+    [
+        (1024, ROOMY, "another run"),
+        (768, FULL, "only kept while frames are free"),
+        (768, ROOMY, "store_tail_state"),
+        (0, FULL, "was evicted"),
+        (0, ROOMY, "dix cache explain"),
+    ],
+)
+def test_reason_follows_from_what_the_server_counted(cached: int, after: ArenaCounts, words: str) -> None:
+    assert words in why_not_as_predicted(cached, 896, 768, ROOMY, after)
+
+
+def test_server_without_metrics_gives_no_counts() -> None:
+    assert ArenaCounts.of({}) == ArenaCounts()
 
 
 def test_a_different_token_exits_1_and_is_named(dix: Dix) -> None:

@@ -62,6 +62,13 @@ def test_reset_makes_all_earlier_keys_unreachable_and_keeps_the_chain_determinis
     assert first.page_keys(range(8)) == second.page_keys(range(8))
 
 
+@given(tokens_lists, st.integers(1, 9), st.integers(0, 8))
+def test_extended_keys_are_those_of_all_tokens(tokens: list[int], page_tokens: int, known: int) -> None:
+    keys = space(page_tokens=page_tokens)
+    whole = keys.page_keys(tokens, "salt")
+    assert keys.extend(whole[:known], tokens, "salt") == whole
+
+
 def test_extra_bytes_change_their_page_and_all_later_ones() -> None:
     keys = space()
     plain, image = keys.page_keys(range(12)), keys.page_keys(range(12), extras={1: b"digest"})

@@ -81,6 +81,7 @@ class FakeEngine:
                     "read": request.cache_read,
                     "salt": request.cache_salt,
                     "anchor": request.cache_anchor_tokens,
+                    "store_answer": request.cache_decode,
                 }
                 file.write(json.dumps(line) + "\n")
         key = tuple(request.prompt_token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -53,6 +54,29 @@ def test_anchor_is_the_text_in_front_of_the_first_user_turn(salted: FakeServer) 
     assert with_system["ids"][with_system["anchor"]] == user_id
     assert with_system["anchor"] > 20
     assert without["anchor"] <= 1
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "stored"),
+    [
+        ({"thinking": {"type": "disabled"}}, True),
+        ({"thinking": {"type": "enabled"}}, False),  # its reasoning is left out of the next prompt
+        ({"thinking": {"type": "enabled"}, "tools": TOOLS}, True),
+        ({"thinking": {"type": "enabled"}, "tools": TOOLS, "tool_choice": "none"}, False),
+        ({"thinking": {"type": "disabled"}, "n": 2}, False),  # one of them is continued at most
+    ],
+)
+def test_answers_are_stored_where_the_next_prompt_holds_them(salted: FakeServer, body: dict[str, Any], stored: bool) -> None:
+    assert ask(salted, **body).status_code == 200
+    assert salted.recorded()[-1]["store_answer"] is stored
+
+
+def test_answer_of_a_plain_completion_is_not_stored(salted: FakeServer) -> None:
+    assert httpx.post(f"{salted.url}/v1/completions", json={"prompt": "once"}, timeout=20).status_code == 200
+    assert salted.recorded()[-1]["store_answer"] is False
 
 
 def test_explanation_shows_both_texts_and_the_turn_where_prompts_part(salted: FakeServer) -> None:
