@@ -1,8 +1,8 @@
 """Forms of a kernel against each other on a GPU: `python -m tests.gpu.sweep OUT [experts|attention|boundary|compress ...]`.
 
-About two minutes for all. Every kernel's forms run in a process of their own, so that one that hangs or dies costs its own time only. Each
-form is compared with the reference before it is timed, and the forms of a kernel are timed side by side. Prints one table; what wins becomes
-the default.
+About two minutes for all. Every kernel's forms run in a process of their own: one that hangs or dies costs its own time only. Each form is
+compared with the reference before it is timed, and the forms of a kernel are timed side by side. Prints one table; what wins becomes the
+default.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def boundary(setting: Setting) -> dict[str, Forms]:
     from engine.ops.triton.hyper_boundary import Division, launch
 
     tried = [
-        Division(64, 64, 40, 1024), Division(64, 64, 40, 2048), Division(64, 64, 80, 1024), Division(128, 64, 80, 1024),
-        Division(128, 128, 40, 1024), Division(64, 128, 40, 1024), Division(64, 128, 20, 1024),
+        Division(64, 64, 40, 1024), Division(64, 64, 80, 1024), Division(64, 64, 40, 1024, True), Division(64, 64, 40, 1024, True, 4, 4),
+        Division(64, 128, 20, 1024, True), Division(128, 64, 40, 1024, True, 4, 4), Division(128, 64, 40, 1024, True, 8, 4),
+        Division(128, 64, 80, 1024, True, 8, 4), Division(128, 128, 20, 1024, True, 8), Division(64, 64, 80, 1024, True, 4, 4),
     ]  # fmt: skip
     rows = 2 if setting.small else 4096
     sets = boundary_inputs(setting, rows, 1)

@@ -55,8 +55,10 @@ _GATE = {"h": _BF16, "kv": _BF16, "weight": _F32, "out": _BF16, "eps": "fp32", "
 KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
     "boundary few": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 4096}, 16),
     "boundary many": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 1024}, 4),
-    "mix few": (hyper_boundary.mix, _MIX, {"ROWS": 16, "COLS": 128, "STEPS": 2, "SPLIT": True}, 4),
-    "mix many": (hyper_boundary.mix, _MIX, {"ROWS": 64, "COLS": 64, "STEPS": 40, "SPLIT": True}, 4),
+    "mix few": (hyper_boundary.mix, _MIX, {"ROWS": 16, "COLS": 128, "STEPS": 2, "TERMS": False, "FAST": True}, 4),
+    "mix many": (hyper_boundary.mix, _MIX, {"ROWS": 64, "COLS": 64, "STEPS": 40, "TERMS": False, "FAST": True}, 4),
+    "mix terms": (hyper_boundary.mix, _MIX | {"fn": _BF16}, {"ROWS": 64, "COLS": 64, "STEPS": 40, "TERMS": True, "FAST": True}, 4),
+    "split terms": (hyper_boundary.split_terms, {"fn": _F32, "terms": _BF16}, {"COLS": 2048}, 4),
     "balance": (hyper_boundary.balance, _BALANCE, {"SPLITS": 128}, 1),
     "engram hash": (engram_hash.hash_rows, _HASH, {"GRAMS": 4, "HEADS": 8, "ROWS": 16, "LANES": 8}, 1),
     "engram gather": (engram_gather.gather_rows, _GATHER, {"WIDTH": 256, "GROUP": 32, "ROWS": 8}, 4),

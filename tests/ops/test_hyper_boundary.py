@@ -68,6 +68,16 @@ def test_all_parts_at_once(launch, rows, width):
     check(launch(h, written, mixer, pre, norm, EPS), HYPER_BOUNDARY.reference(h, written, mixer, pre, norm, EPS))
 
 
+@pytest.mark.parametrize("terms", [False, True])
+def test_a_matrix_split_beforehand_gives_the_same_mixes(device, terms):
+    from engine.ops.triton.hyper_boundary import Division
+    from engine.ops.triton.hyper_boundary import launch as run
+
+    arguments = case(11, 96)
+    got = run(*(move(part, device) for part in arguments), EPS, Division(16, 32, 4, 64, terms))
+    check(move(got, "cpu"), HYPER_BOUNDARY.reference(*arguments, EPS))
+
+
 def test_first_and_last_boundaries(launch):
     h, written, mixer, pre, norm = case(5, 128)
     check(launch(h, None, mixer, pre, norm, EPS), HYPER_BOUNDARY.reference(h, None, mixer, pre, norm, EPS))

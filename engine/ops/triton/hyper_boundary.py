@@ -81,12 +81,35 @@ def _written(f0, f1, f2, f3, out, post, comb):
 
 
 @triton.jit
-def mix(
-    z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, fn: [24, n*C] fp32, parts: [splits, T, 32] fp32.
+def _terms_of(f):
+    """Three bf16 numbers whose sum is an fp32 one: high, middle, low."""
+    high = f.to(tl.bfloat16)
+    rest = f - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
 
-    SPLIT false multiplies fp32 as it is: Triton's interpreter would multiply the bits of bf16 numbers.
+
+@triton.jit
+def split_terms(fn, terms, width, COLS: tl.constexpr):
+    """fn: [24, n*C] fp32 -> terms: [3, 32, n*C] bf16, high, middle, low; rows from 24 on are zeros."""
+    output = tl.program_id(0)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask, known = cols < width, tl.where(output < 24, width, 0)
+    high, middle, low = _terms_of(tl.load(fn + output * width + cols, mask=cols < known, other=0.0))
+    to = terms + output * width + cols
+    tl.store(to, high, mask=mask)
+    tl.store(to + 32 * width, middle, mask=mask)
+    tl.store(to + 64 * width, low, mask=mask)
+
+
+@triton.jit
+def mix(
+    z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, parts: [splits, T, 32] fp32.
+
+    fn: [24, n*C] fp32, or with TERMS what `split_terms` made of it. FAST false multiplies fp32 numbers as they are: Triton's interpreter
+    would multiply the bits of bf16 numbers.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
@@ -97,16 +120,19 @@ def mix(
         cols = (split * STEPS + step) * COLS + tl.arange(0, COLS)
         inside = cols < width
         tile = tl.load(z + row[:, None] * width + cols[None, :], mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0)
-        f = tl.load(fn + outputs[None, :] * width + cols[:, None], mask=(outputs < 24)[None, :] & inside[:, None], other=0.0)
-        if SPLIT:
-            high = f.to(tl.bfloat16)
-            rest = f - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        at = fn + outputs[None, :] * width + cols[:, None]
+        if TERMS:
+            high = tl.load(at, mask=inside[:, None], other=0.0)
+            middle = tl.load(at + 32 * width, mask=inside[:, None], other=0.0)
+            low = tl.load(at + 64 * width, mask=inside[:, None], other=0.0)
+        else:
+            high, middle, low = _terms_of(tl.load(at, mask=(outputs < 24)[None, :] & inside[:, None], other=0.0))
+        if FAST:
             acc = tl.dot(tile, low, acc)
             acc = tl.dot(tile, middle, acc)
             acc = tl.dot(tile, high, acc)
         else:
+            f = high.to(tl.float32) + (middle.to(tl.float32) + low.to(tl.float32))
             acc = tl.dot(tile.to(tl.float32), f, acc, input_precision="ieee")
     line = parts + (split * num_rows + row[:, None]) * 32 + outputs[None, :]
     tl.store(line, acc, mask=(rows < num_rows)[:, None] & (outputs < 24)[None, :])
@@ -144,13 +170,17 @@ def balance(
 @dataclass(frozen=True, slots=True)
 class Division:
     """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
-    `write_and_read` at a time.
+    `write_and_read` at a time. terms: the mixing matrix is split once for all programs, so that none passes it through registers. warps,
+    stages: of `mix`.
     """
 
     rows: int
     cols: int
     steps: int
     chunk: int = 4096
+    terms: bool = False
+    warps: int = 4
+    stages: int = 3
 
 
 def division(rows: int) -> Division:
@@ -240,9 +270,13 @@ class _Work:
         rows, width = z.shape
         if self.mixer is None or self.parts is None or not rows:
             return
+        fn = self.mixer.fn
+        if divided.terms:
+            fn = torch.empty(3, _WIDTH, width, dtype=torch.bfloat16, device=z.device)
+            split_terms[_WIDTH, triton.cdiv(width, 2048)](self.mixer.fn, fn, width, 2048, num_warps=4)
         mix[triton.cdiv(rows, divided.rows), len(self.parts)](
-            z, self.mixer.fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, not INTERPRETED,
-            num_warps=4, num_stages=3,
+            z, fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, divided.terms, not INTERPRETED,
+            num_warps=divided.warps, num_stages=divided.stages,
         )  # fmt: skip
 
     def balance(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
