@@ -30,9 +30,10 @@ constexpr int kScoreThreads = 128;
 constexpr int kScoreWarps = kScoreThreads / 32;
 constexpr int kTileEntries = 16;
 
-// Where a lane's entries g and g + 8 of a tile are: their places in the cache, null where nothing is visible.
+// Where a lane's entries g and g + 8 of a tile are: blocks of the cache, and places in them, -1 where nothing is visible. Numbers as they are
+// read, so that nothing waits for them before they are needed.
 struct Places {
-    const uint8_t* block[2];
+    int64_t block[2];
     int place[2];
 };
 
@@ -53,12 +54,11 @@ __device__ __forceinline__ Places find(const IndexScores& p, int64_t row, const 
     Places places;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        const int column = tile * kTileEntries + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
         int entry;
-        places.block[i] = nullptr;
-        if (entry_of<kRestricted>(p, row, count, columns, tile * kTileEntries + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i, entry)) {
-            places.block[i] = p.blocks + table[entry >> p.log_per_block] * p.block_bytes + p.offset;
-        }
-        places.place[i] = entry & ((1 << p.log_per_block) - 1);
+        const bool seen = entry_of<kRestricted>(p, row, count, columns, column, entry);
+        places.block[i] = seen ? table[entry >> p.log_per_block] : 0;
+        places.place[i] = seen ? entry & ((1 << p.log_per_block) - 1) : -1;
     }
     return places;
 }
@@ -83,13 +83,14 @@ __device__ __forceinline__ void start(const IndexScores& p, const Ring<kWords>& 
     const int quarter = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (places.block[i] == nullptr) continue;
-        const uint8_t* data = places.block[i] + places.place[i] * (16 * kWords) + quarter * (4 * kWords);
+        if (places.place[i] < 0) continue;
+        const uint8_t* block = p.blocks + places.block[i] * p.block_bytes + p.offset;
+        const uint8_t* data = block + places.place[i] * (16 * kWords) + quarter * (4 * kWords);
         if constexpr (kWords == 4) copy_async16(ring.words(stage, i), data);
         if constexpr (kWords == 2) copy_async8(ring.words(stage, i), data);
         if constexpr (kWords == 1) copy_async4(ring.words(stage, i), data);
         // The four bytes in which this lane's scale is.
-        copy_async4(ring.scales(stage, i), places.block[i] + (16 * kWords << p.log_per_block) + (places.place[i] * kWords & ~3));
+        copy_async4(ring.scales(stage, i), block + (16 * kWords << p.log_per_block) + (places.place[i] * kWords & ~3));
     }
 }
 
