@@ -9,7 +9,7 @@ from hicache.config import HiCacheConfig
 from hicache.host_cache import HostCache
 from hicache.index import StateReason
 from hicache.keys import KeySpace
-from hicache.policy import align_down, tail_position
+from hicache.policy import align_down
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -24,11 +24,11 @@ class AnswerWriter:
         self._config, self._cache, self._writer, self._keys = config, cache, writer, keys
 
     def wanted(self, seq: Sequence) -> bool:
-        """Whether `seq` has ended with an answer that is to be stored and that completes a page behind what its prefill has stored."""
+        """Whether `seq` has ended with an answer that is to be stored and that completes a page."""
         request, mode = seq.request, self._config.store_decode
         asked = mode == "on" or (mode == "auto" and request.cache_decode)
         complete = seq.finish_reason in _COMPLETE and bool(seq.block_table)
-        return asked and complete and request.cache_write and self._end(seq) > tail_position(seq.prefill_len, self._cache.page_tokens)
+        return asked and complete and request.cache_write and self._end(seq) > seq.prefill_len
 
     def _end(self, seq: Sequence) -> int:
         """The last page end whose tokens are all computed. The last token never is: it was sampled, and ends the sequence."""
