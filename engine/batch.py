@@ -36,7 +36,8 @@ class SequenceSlice(msgspec.Struct, frozen=True, gc=False):
     total_len: tokens of the sequence known at this step (L_total of decoder truncation; ignored in decode).
     history: up to (max n-gram - 1) token ids right before `start`, oldest first, for the n-gram tables.
     swa_valid_start: first position whose window rows are valid (0 normally).
-    restored: leading tokens that came from the prefix cache right before this slice, which begins behind them.
+    restored: leading tokens that came from the prefix cache right before this slice. It begins behind them, or replays the last of them.
+    entries_start: first position whose compressed entries the step writes (0 normally); those before it are in the blocks and stay.
     """
 
     token_ids: list[int]
@@ -48,6 +49,7 @@ class SequenceSlice(msgspec.Struct, frozen=True, gc=False):
     swa_valid_start: int = 0
     logit_rows: LogitRows = LogitRows.LAST
     restored: int = 0
+    entries_start: int = 0
 
     @property
     def end(self) -> int:

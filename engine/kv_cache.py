@@ -2,7 +2,7 @@
 
 A block holds the compressed entries and index keys of `block_size` tokens of every KV source layer in one byte row, so that one
 copy moves a page. A state slot holds, per layer, a ring of window keys, and per ratio-2 source the last values and gates.
-Block 0 and state slot 0 are dummies; their rows are zero and nobody writes them.
+Block 0 and state slot 0 are dummies: nobody reads what is written there, which is always finite.
 """
 
 from __future__ import annotations

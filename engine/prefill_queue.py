@@ -67,7 +67,7 @@ class PrefillQueue:
             end = self._chunk_end(seq, budget)
             self.waiting.popleft()
             budget -= end - seq.num_computed
-            self._add(step, seq, end, seq.num_computed if fresh else 0)
+            self._add(step, seq, end, max(seq.num_computed, seq.entries_start) if fresh else 0)
             if end < seq.prefill_len:
                 break
         self.waiting.extendleft(reversed(held))
@@ -128,8 +128,10 @@ class PrefillQueue:
                 block_table=seq.block_table,
                 state_slot=seq.state_slot,
                 history=tuple(seq.token_ids[max(0, start - self._limits.history_len) : start]),
+                swa_valid_start=seq.swa_valid_start,
                 logit_rows=LogitRows.LAST if last else LogitRows.NONE,
                 restored=restored,
+                entries_start=seq.entries_start,
             )
         )
         if last:

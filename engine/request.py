@@ -193,9 +193,10 @@ class Output(msgspec.Struct, frozen=True, gc=False, array_like=True):
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request's tokens and where their cache lives. Owned by the scheduler; nobody else writes its fields, except that
-    `PrefixCache.restore` sets `num_computed` and `cached_tokens` of a sequence handed to it, and a drafter `draft_rates`.
+    `PrefixCache.restore` sets `num_computed`, `cached_tokens` and the two starts of a sequence handed to it, and a drafter `draft_rates`.
 
     token_ids: prompt and committed output. num_computed: leading tokens whose cache rows are valid.
+    swa_valid_start, entries_start: of a prefill that replays restored tokens, see `SequenceSlice`; else 0.
     block_table: device block ids, block i holds tokens [i*block_size, (i+1)*block_size). state_slot: -1 when none.
     prefill_len: tokens to prefill before decoding (the prompt; after preemption also the output so far).
     draft_rates: how likely each draft of the last round was to be kept, with all before it; empty before the first round.
@@ -214,6 +215,8 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0
+    swa_valid_start: int = 0
+    entries_start: int = 0
     block_table: list[int] = field(default_factory=list)
     state_slot: int = -1
     checkpoints: list[int] = field(default_factory=list)

@@ -33,6 +33,11 @@ def align_down(tokens: int, page_tokens: int) -> int:
     return max(0, tokens) // page_tokens * page_tokens
 
 
+def align_up(tokens: int, page_tokens: int) -> int:
+    """The first page end at or behind `tokens`."""
+    return -(-tokens // page_tokens) * page_tokens
+
+
 def restore_cap(num_tokens: int, keep_tokens: int, page_tokens: int) -> int:
     """The deepest position at which a prompt of `num_tokens` may resume: its last `keep_tokens` are always recomputed.
 

@@ -99,7 +99,8 @@ void Backbone::compress(const Layer& layer) {
     int entries = 0;
     for (const Slice& s : stored()) {
         for (int r = s.row; r < s.row + s.rows; ++r) {
-            if ((s.first() + r - s.row + 1) % ratio) continue;
+            const int position = s.first() + r - s.row;
+            if (position < s.fresh || (position + 1) % ratio) continue;
             const float* raw = ratio == 2 ? pool(c, s, both, r, pooled) : both + int64_t(r) * width;
             rms_norm(raw, c.norm, m_.rms_eps, d, latents + int64_t(entries++) * d);
         }
@@ -110,7 +111,7 @@ void Backbone::compress(const Layer& layer) {
     for (const Slice& s : stored()) {
         for (int r = s.row; r < s.row + s.rows; ++r) {
             const int position = s.first() + r - s.row, entry = position / ratio;
-            if ((position + 1) % ratio) continue;
+            if (position < s.fresh || (position + 1) % ratio) continue;
             float *latent = latents + int64_t(entries) * d, *key = index_keys + int64_t(entries) * m_.index_dim;
             ++entries;
             rotation(int64_t(entry) * ratio, m_.scaled_frequencies, half, rot);
@@ -285,7 +286,7 @@ void Backbone::read_output(int row, float* x) const {
     rms_norm(x, m_.norm, m_.rms_eps, m_.hidden, x);
 }
 
-// ints: number of slices, flags; per slice start, length, slot, floor, rect, logits, number of blocks, the blocks, earlier ids, own ids.
+// ints: number of slices, flags; per slice start, length, slot, floor, rect, fresh, logits, number of blocks, the blocks, earlier ids, own ids.
 int read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& slices) {
     const int count = *ints++;
     const int flags = *ints++;
@@ -298,9 +299,10 @@ int read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& sli
         s.slot = ints[2];
         s.floor = ints[3];
         s.rect = ints[4];
-        s.logits = ints[5];
-        s.blocks = ints + 7;
-        s.ids = s.blocks + ints[6];
+        s.fresh = ints[5];
+        s.logits = ints[6];
+        s.blocks = ints + 8;
+        s.ids = s.blocks + ints[7];
         ints = s.ids + model.ngrams - 1 + s.rows;
         slices.push_back(s);
     }

@@ -10,11 +10,12 @@ namespace dix {
 
 enum LogitRows { kNone = 0, kLast = 1, kAll = 2 };
 
-// One sequence's part of a step. rect: first position whose window keys decoder layers see; floor: the same for all layers.
+// One sequence's part of a step. rect: first position whose window keys decoder layers see; floor: the same for all layers. fresh: first
+// position whose compressed entries are written; those before are in the blocks and stay.
 // ids: `ngrams - 1` earlier token ids (-1 before the sequence), then the step's own. row, rows: its place among the step's rows.
 // sequence: of a piece, the sequence that it is cut from, see Share.
 struct Slice {
-    int start, end, slot, floor, rect, logits;
+    int start, end, slot, floor, rect, fresh, logits;
     const int32_t *blocks, *ids;
     int row, rows, sequence;
 

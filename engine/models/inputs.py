@@ -164,7 +164,7 @@ class InputBuilder:
             encoder=encoder,
             decoder=decoder,
             kept=None if kept is None else self._tensor(kept),
-            entries={r: self._entries(r, span, slots, table) for r in self._ratios},
+            entries={r: self._entries(r, span, slots, table, entries_start(batch)) for r in self._ratios},
             max_visible={r: int(span.ends.max()) // r for r in self._ratios},
             logit_rows=self._tensor(logit_rows(batch, span, kept)),
         )
@@ -233,13 +233,15 @@ class InputBuilder:
         plain, scaled = rotation(positions, self._plain), rotation(positions, self._scaled)
         return Rotations(plain, scaled, plain.conj_physical(), scaled.conj_physical())
 
-    def _entries(self, ratio: int, span: Span, slots: Ints, table: Ints) -> NewEntries:
+    def _entries(self, ratio: int, span: Span, slots: Ints, table: Ints, first_new: Ints) -> NewEntries:
+        """first_new: [B] the positions from which on entries are written; those before go to the dummy block instead."""
         pos, seq = span.positions, span.seq
         last = (pos % ratio == ratio - 1).nonzero()[0]
         entry, owner = pos[last] // ratio, seq[last]
         per_block = self._cache.block_size // ratio
         block = table[owner, entry // per_block]
         assert not len(block) or block.min() > 0, "a block table names the reserved block 0"
+        block = np.where(pos[last] < first_new[owner], 0, block)
         common = (
             self._tensor(block),
             self._tensor(entry % per_block),
@@ -299,6 +301,11 @@ class Span:
         seq = np.repeat(np.arange(len(lens)), lens)
         positions = np.arange(lens.sum()) + (first - begins)[seq]
         return Span(first, end, lens, begins, positions, seq)
+
+
+def entries_start(batch: Batch) -> Ints:
+    """[B]: the field of that name of every slice."""
+    return np.array([s.entries_start for s in batch.slices], dtype=np.int64)
 
 
 def logit_rows(batch: Batch, span: Span, kept: Ints | None) -> Ints:

@@ -100,7 +100,7 @@ class NativeModel:
         assert len(s.block_table) * size >= end, f"{len(s.block_table)} blocks cannot hold {end} tokens"
         assert 0 not in s.block_table[s.start // size : -(-end // size)], "a block table names the reserved block 0"
         assert known >= min(back, s.start), f"history has {known} ids, position {s.start} needs {min(back, s.start)}"
-        ints += (s.start, length, s.state_slot, s.swa_valid_start, rect, _ROWS[s.logit_rows], len(s.block_table))
+        ints += (s.start, length, s.state_slot, s.swa_valid_start, rect, s.entries_start, _ROWS[s.logit_rows], len(s.block_table))
         ints += s.block_table
         if known < back:
             ints += [-1] * (back - known)

@@ -17,7 +17,7 @@ from engine.config import EngineConfig, TruncationMode
 from engine.distributed import Group
 from engine.kv_cache import KVCache
 from engine.models.config import TextConfig
-from engine.models.inputs import InputBuilder, Ints, Rows, Span, StepInputs, Truncation, logit_rows
+from engine.models.inputs import InputBuilder, Ints, Rows, Span, StepInputs, Truncation, entries_start, logit_rows
 from engine.parallel.context_split import ContextSplit, key_ranges, split_context
 from engine.parallel.prompt_exchange import PromptExchange
 from engine.parallel.row_gather import RowGather
@@ -107,7 +107,7 @@ class SharedInputBuilder(InputBuilder):
             encoder=encoder,
             decoder=decoder,
             kept=None if kept is None else self._tensor(kept),
-            entries={r: self._entries(r, span, slots, table) for r in self._ratios},
+            entries={r: self._entries(r, span, slots, table, entries_start(batch)) for r in self._ratios},
             max_visible={r: int(span.ends.max()) // r for r in self._ratios},
             logit_rows=self._tensor(np.arange(len(own_wanted)) if kept is None else np.searchsorted(kept, own_wanted)),
             share=replace(self.gathers(part), own_rows=own_rows),

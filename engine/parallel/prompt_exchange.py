@@ -34,7 +34,7 @@ class PromptExchange:
         return Batch(StepKind.PREFILL, slices), owners
 
     def copy_restored(self, batch: Batch, owners: list[range]) -> None:
-        """Give every rank the blocks and windows that an owner has just taken from its prefix cache."""
+        """Give every rank the blocks and windows that an owner has just taken from its prefix cache. A replay has blocks only."""
         for rank, numbers in enumerate(owners):
             for number in numbers:
                 if batch.slices[number].restored:
@@ -42,17 +42,21 @@ class PromptExchange:
 
     def _copy(self, piece: SequenceSlice, owner: int) -> None:
         kv = self._kv
-        assert piece.restored == piece.start, f"restored {piece.restored} tokens, the chunk begins at {piece.start}"
+        replays = piece.start == piece.swa_valid_start
+        assert replays or piece.restored == piece.start, f"restored {piece.restored} tokens, the chunk begins at {piece.start}"
         table = torch.tensor(piece.block_table[: piece.restored // kv.block_size], device=kv.blocks.device)
         mine = owner == self.group.rank
         pages = kv.blocks.index_select(0, table) if mine else kv.blocks.new_empty(len(table), kv.blocks.shape[1])
+        self.group.broadcast(pages, owner)
+        if not mine:
+            kv.blocks.index_copy_(0, table, pages)
+        if replays:
+            return
         window = torch.empty(kv.state_bytes, dtype=torch.uint8, device=kv.blocks.device)
         if mine:
             kv.save_window(piece.state_slot, piece.restored, window)
-        self.group.broadcast(pages, owner)
         self.group.broadcast(window, owner)
         if not mine:
-            kv.blocks.index_copy_(0, table, pages)
             kv.load_window(piece.state_slot, piece.restored, window)
 
 
@@ -61,7 +65,8 @@ def pack(slices: list[SequenceSlice]) -> list[int]:
     numbers = [len(slices)]
     for s in slices:
         lists = (s.token_ids, s.block_table, s.history)
-        numbers += (s.start, s.total_len, s.state_slot, s.swa_valid_start, _ROWS.index(s.logit_rows), s.restored, *map(len, lists))
+        numbers += (s.start, s.total_len, s.state_slot, s.swa_valid_start, _ROWS.index(s.logit_rows), s.restored, s.entries_start)
+        numbers += map(len, lists)
         for values in lists:
             numbers += values
     return numbers
@@ -74,6 +79,6 @@ def unpack(numbers: list[int]) -> list[SequenceSlice]:
 
 
 def _take(stream: Iterator[int]) -> SequenceSlice:
-    start, total_len, slot, valid, rows, restored, num_tokens, num_blocks, num_history = (next(stream) for _ in range(9))
+    start, total_len, slot, valid, rows, restored, fresh, num_tokens, num_blocks, num_history = (next(stream) for _ in range(10))
     token_ids, table, history = ([next(stream) for _ in range(count)] for count in (num_tokens, num_blocks, num_history))
-    return SequenceSlice(token_ids, start, total_len, table, slot, tuple(history), valid, _ROWS[rows], restored)
+    return SequenceSlice(token_ids, start, total_len, table, slot, tuple(history), valid, _ROWS[rows], restored, fresh)
