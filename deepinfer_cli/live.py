@@ -90,6 +90,11 @@ def checksum_errors(metrics: Mapping[str, Any]) -> int:
     return sum(_sum_named(_path(rank, "prefix_cache"), "checksum_errors") for rank in metrics.get("ranks") or [])
 
 
+def bounded_replays(metrics: Mapping[str, Any]) -> int:
+    """Prompts that resumed behind an approximate window, over all ranks. 0 where the server does not count them."""
+    return sum(int(_path(rank, "prefix_cache", "state_hits_total").get("bounded_replay", 0)) for rank in metrics.get("ranks") or [])
+
+
 def _sum_named(node: Any, stem: str) -> int:
     if not isinstance(node, Mapping):
         return 0

@@ -24,6 +24,7 @@ class CacheCounters:
     peer_tokens: int = 0
     disk_tokens: int = 0
     resume_tokens: int = 0
+    replayed_tokens: int = 0
     stores: int = 0
     store_tokens: int = 0
     restore_bytes: int = 0
@@ -93,6 +94,7 @@ class CacheCounters:
                 "disk": {**no_tier, "hit_tokens_total": self.disk_tokens},
             },
             "resume_tokens_total": self.resume_tokens,
+            "replayed_tokens_total": self.replayed_tokens,
             "restore_bytes_total": self.restore_bytes,
             "restore_seconds_total": self.restore_seconds,
             "store_bytes_total": self.store_bytes,

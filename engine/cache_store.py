@@ -94,10 +94,13 @@ class PrefixWriter:
     def snapshot(self, seq: Sequence, match: Match) -> None:
         """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.
 
-        Not after a failed forward pass: its window is not to be trusted. The rings reach back one page and `keep_tokens`.
+        Not after a failed forward pass: its window is not to be trusted, nor is one within a replay. The rings reach back one page and
+        `keep_tokens`.
         """
         position = align_down(min(seq.num_computed, len(match.path) * self._page_tokens), self._page_tokens)
         broken = seq.finish_reason is FinishReason.ERROR or self._cache.index.has_dropped(match.path)
-        if broken or position < MIN_ABORT_TOKENS or seq.num_computed - position > self._page_tokens + self._keep_tokens:
+        if broken or position < max(MIN_ABORT_TOKENS, seq.entries_start):
+            return
+        if seq.num_computed - position > self._page_tokens + self._keep_tokens:
             return
         self.store_state(seq, match, position, StateReason.ABORT)

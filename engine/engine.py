@@ -31,6 +31,7 @@ from engine.stream import CallerStream, Stream, WorkerStream
 from engine.structured_output import Matcher
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
+from hicache.replay import check_replay
 from hicache.segment import CacheHome
 
 GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar that is being compiled
@@ -76,6 +77,7 @@ class Engine:
         Raises:
             ConfigError, CheckpointError, NotEnoughMemory: with the remedy in the message.
         """
+        check_replay(hicache.replay, config.batch_invariant)
         self.group: Group = SoloGroup() if group is None else group
         self.config = config
         self.clock = clock

@@ -98,21 +98,23 @@ class PageMover:
         return self._open.take_fresh()
 
     def restore(self, pages: Sequence[int], blocks: Sequence[int], state: Sequence[int], slot: int, position: int) -> int:
-        """Enqueue the copies of `pages` into `blocks`, and of the window at `position` into a state slot.
+        """Enqueue the copies of `pages` into `blocks`, and of the window at `position` into a state slot, if there is a state.
 
         Returns INTACT, or what a verified checksum refused: the index of a page, or BAD_STATE. Then the window is not loaded.
         """
         staging_rows = range(len(state))
         self.transfer.copy_in(pages, self._kv.blocks, blocks)
-        self.transfer.copy_in(state, self._staging, staging_rows)
+        if state:
+            self.transfer.copy_in(state, self._staging, staging_rows)
         chosen = self._audit.choose(len(pages))
         if chosen is not None:
             bad = self._audit.first_bad([pages[i] for i in chosen], self._kv.blocks, [blocks[i] for i in chosen])
             if bad is not None:
                 return chosen[bad]
-            if self._audit.first_bad(state, self._staging, staging_rows) is not None:
+            if state and self._audit.first_bad(state, self._staging, staging_rows) is not None:
                 return BAD_STATE
-        self._kv.load_window(slot, position, self._window)
+        if state:
+            self._kv.load_window(slot, position, self._window)
         return INTACT
 
     def restore_from_peer(self, match: PeerMatch, blocks: Sequence[int], slot: int) -> bool:

@@ -18,9 +18,10 @@ from engine.cache_counters import CacheCounters, arena_leaves
 from engine.cache_faults import flip
 from engine.cache_herd import Herd
 from engine.cache_pins import KeptPrefixes
+from engine.cache_restore import PrefixReader, unpin_state
 from engine.cache_sources import CacheSources
 from engine.cache_store import CopyFailures, PrefixWriter
-from engine.page_mover import BAD_STATE, INTACT, PageMover
+from engine.page_mover import PageMover
 from engine.prefix_plan import Match, Plan
 from engine.request import Sequence
 from hicache.config import HiCacheConfig
@@ -34,6 +35,7 @@ from hicache.native_page_map import open_page_map
 from hicache.page_map import PageMap
 from hicache.peers import PeerMatch
 from hicache.policy import Miss, align_down, chunk_states, restore_cap
+from hicache.replay import WindowReplay
 from hicache.restore_budget import RestoreBudget
 from hicache.segment import CacheHome
 from hicache.sizing import arena_bytes
@@ -95,7 +97,10 @@ class PrefixCache:
         self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
         self._kept = KeptPrefixes(self.cache, clock)
         self._next_map: Callable[[int], PageMap] | None = None
-        self._explainer = Explainer(self.cache, keep_tokens, config.min_restore_tokens)
+        self._reader = PrefixReader(self.cache, self.mover, self.counters, self._kept)
+        shape = (kv.window, kv.num_encoder_layers, self._page_tokens)
+        self._replay = WindowReplay(config.replay, *shape, keep_tokens, config.min_restore_tokens)
+        self._explainer = Explainer(self.cache, self._replay, keep_tokens, config.min_restore_tokens)
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
         self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
@@ -130,21 +135,26 @@ class PrefixCache:
             return Plan(PlanKind.MISS, 0, Miss.BYPASS, match)
         state, miss = self.cache.restore_point(match.path, seq.prefill_len, self._keep_tokens, self._config.min_restore_tokens)
         tokens = index.position[state] if state != NONE else 0
+        match.replay_end = self._replay.end(match.keys, len(match.path), seq.prefill_len, tokens)
+        if match.replay_end:
+            tokens, state, miss = match.replay_end - self._replay.tokens, NONE, None
         match.peer = self._find_at_peer(seq, match, tokens)
         if match.peer is not None:
-            tokens, state, miss = match.peer.tokens, NONE, None
+            tokens, state, miss, match.replay_end = match.peer.tokens, NONE, None, 0
         if self._herd.holds(seq, match, tokens):
             return Plan(PlanKind.HOLD, 0, "in_flight", match)
         if self._comes_from_disk(seq, match, tokens):
             return Plan(PlanKind.HOLD, 0, "disk", match)
         if miss is not None:
             return Plan(PlanKind.MISS, 0, miss, match)
-        if not self._budget.allows(self._restore_bytes(tokens)):
+        if not self._budget.allows(self._restore_bytes(match, tokens)):
             self._budget.charge(time.perf_counter() - began)
             return Plan(PlanKind.HOLD, 0, "restore_budget", match)
         match.plan_seconds = time.perf_counter() - began
         if match.peer is not None:
             return Plan(PlanKind.HIT, tokens, "peer", match)
+        if match.replay_end:
+            return Plan(PlanKind.HIT, tokens, f"{self._replay.mode}_replay", match)
         index.pin_state(state)
         match.state = state
         return Plan(PlanKind.HIT, tokens, StateReason(index.reason[state]).name.lower(), match)
@@ -179,8 +189,11 @@ class PrefixCache:
         self.cache.pool.collect_leased()
         self._kept.expire()
 
-    def _restore_bytes(self, tokens: int) -> int:
-        return tokens // self._page_tokens * self.mover.row_bytes + self.mover.state_bytes
+    def _restore_bytes(self, match: Match, tokens: int) -> int:
+        if tokens == 0:
+            return 0
+        num_pages = (match.replay_end or tokens) // self._page_tokens
+        return num_pages * self.mover.row_bytes + (0 if match.replay_end else self.mover.state_bytes)
 
     def _keys_of(self, seq: Sequence) -> list[bytes]:
         """Page keys of the tokens to prefill, remembered between planning attempts."""
@@ -204,7 +217,7 @@ class PrefixCache:
     def restore(self, seq: Sequence, plan: Plan) -> None:
         """Enqueue the copies of a plan into the sequence's blocks and state slot, and set where its prefill starts.
 
-        `num_computed` becomes the restored length; `cached_tokens` is set at the first admission only.
+        `num_computed` becomes the restored length, less what is replayed; `cached_tokens` is set at the first admission only.
         """
         match = self._planned.pop(seq.seq_id, None)
         assert match is plan.match, f"sequence {seq.seq_id} is restored with a plan that is not its latest"
@@ -212,20 +225,34 @@ class PrefixCache:
         tokens, reason = plan.restore_tokens, plan.reason
         if tokens:
             tokens, reason = self._try_copy_in(seq, match, tokens, reason)
-            self.counters.restored(self._restore_bytes(tokens) if tokens else 0, time.perf_counter() - began)
+            self.counters.restored(self._restore_bytes(match, tokens), time.perf_counter() - began)
         if tokens and match.state != NONE:
             self.sources.note_hit(match.keys[tokens // self._page_tokens - 1])
-        self._unpin_state(match)
+        unpin_state(self.cache, match)
         self._count_admission(seq, tokens, reason)
         seq.num_computed = tokens
+        self._set_replay(seq, match, tokens)
         if seq.cached_tokens is None:
             seq.cached_tokens = tokens
-        if seq.request.cache_write:
+        # What follows an approximate window is approximate: it must not be what exact prompts find.
+        if seq.request.cache_write and not self._approximates(seq):
             self._begin(seq, match, tokens)
         else:
             self._release(match)
         if plan.restore_tokens:
-            self._budget.spend(self._restore_bytes(tokens) if tokens else 0, match.plan_seconds + time.perf_counter() - began)
+            self._budget.spend(self._restore_bytes(match, tokens), match.plan_seconds + time.perf_counter() - began)
+
+    def _set_replay(self, seq: Sequence, match: Match, tokens: int) -> None:
+        """The prefill starts at `tokens`: whether that is a replay, or the end of what was restored."""
+        seq.swa_valid_start = seq.entries_start = 0
+        if tokens and match.replay_end:
+            seq.swa_valid_start, seq.entries_start = tokens, match.replay_end
+            self._replay.resumed(match.keys[match.replay_end // self._page_tokens - 1])
+            self.counters.replayed_tokens += match.replay_end - tokens
+
+    def _approximates(self, seq: Sequence) -> bool:
+        """Whether what the sequence computes follows an approximate window."""
+        return seq.entries_start > 0 and self._replay.approximate
 
     def _count_admission(self, seq: Sequence, tokens: int, reason: str) -> None:
         before = self._fetched.pop(seq.seq_id, tokens)
@@ -239,58 +266,20 @@ class PrefixCache:
     def _try_copy_in(self, seq: Sequence, match: Match, tokens: int, reason: str) -> tuple[int, str]:
         """(tokens restored, reason). 0 when a copy failed or brought wrong bytes: then all is computed anew."""
         try:
-            tokens = self._copy_in(seq, match, tokens)
+            tokens = self._reader.copy_in(seq, match, tokens)
         except MachineError as error:
             self._failures.failed(error)
             return 0, Miss.COPY_ERROR
         self._failures.worked()
         return (tokens, reason) if tokens else (0, Miss.AUDIT)
 
-    def _copy_in(self, seq: Sequence, match: Match, tokens: int) -> int:
-        """Copy pages and state. Returns `tokens`, or 0 when the bytes are not those that were stored: then all is computed anew."""
-        index, num_pages = self.cache.index, tokens // self._page_tokens
-        if match.peer is not None:
-            peer, match.peer = match.peer, None
-            intact = self.mover.restore_from_peer(peer, seq.block_table[:num_pages], seq.state_slot)
-            self.counters.peer_tokens += tokens if intact and seq.cached_tokens is None else 0
-            self.counters.checksum_errors += not intact
-            return tokens if intact else 0
-        index.check_page(match.path[num_pages - 1], seq.token_ids, self._page_tokens)
-        if index.has_dropped(match.path):
-            return 0
-        frames = index.state_frames(match.state)
-        bad = self.mover.restore(match.path[:num_pages], seq.block_table[:num_pages], frames, seq.state_slot, tokens)
-        if bad == INTACT:
-            return tokens
-        self.counters.checksum_errors += 1
-        self._drop(match, bad)
-        return 0
-
-    def _drop(self, match: Match, bad: int) -> None:
-        """Forget what failed its checksum, so that it is stored anew: a state, or a page and everything below it."""
-        state = match.state
-        self._unpin_state(match)
-        self._kept.let_go_of(state if bad == BAD_STATE else match.path[bad])
-        if bad == BAD_STATE:
-            if self.cache.index.ref[state] == 0:
-                self.cache.remove_state(state, "audit")
-            return
-        self.mover.forget(match.path[bad:])
-        self.cache.drop(match.path[bad])
-        self.cache.unpin(match.path[bad:])
-        del match.path[bad:]
-
-    def _unpin_state(self, match: Match) -> None:
-        if match.state != NONE:
-            self.cache.index.unpin_state(match.state)
-            match.state = NONE
-
     def _begin(self, seq: Sequence, match: Match, restored: int) -> None:
         """The prefill starts: decide where it keeps states, and announce what it computes."""
         self._active[seq.seq_id] = match
         matched, anchor = len(match.path) * self._page_tokens, seq.request.cache_anchor_tokens
-        match.wanted = chunk_states(restored, matched, seq.prefill_len, anchor, self._interval, self._keep_tokens, self._page_tokens)
-        self._herd.lead(seq, match, restored)
+        wanted = chunk_states(restored, matched, seq.prefill_len, anchor, self._interval, self._keep_tokens, self._page_tokens)
+        match.wanted = {p: reason for p, reason in wanted.items() if p >= seq.entries_start}  # before that the windows are not yet right
+        self._herd.lead(seq, match, max(restored, seq.entries_start))
 
     # -- store -------------------------------------------------------------------------------------------------------------
 
@@ -316,7 +305,7 @@ class PrefixCache:
             except MachineError as error:  # what was reserved is free again; what was stored before stays
                 self._failures.failed(error)
             self.counters.store_seconds += time.perf_counter() - began
-        self._herd.progress(seq.seq_id, end)
+        self._herd.progress(seq.seq_id, max(end, seq.entries_start))
         if done:
             self._close(seq.seq_id)
 
@@ -340,7 +329,7 @@ class PrefixCache:
                 except MachineError as error:
                     self._failures.failed(error)
             self._close(seq.seq_id)
-        elif not self._failures.off and self._answers.wanted(seq):
+        elif not self._failures.off and not self._approximates(seq) and self._answers.wanted(seq):
             self._store_answer(seq)
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
@@ -370,7 +359,7 @@ class PrefixCache:
             if match.peer is not None:
                 match.peer.peer.release(match.peer)
                 match.peer = None
-            self._unpin_state(match)
+            unpin_state(self.cache, match)
             self.cache.unpin(match.path)
             match.path = []
 

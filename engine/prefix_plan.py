@@ -14,9 +14,9 @@ from hicache.peers import PeerMatch
 class Match:
     """What one sequence found and still pins.
 
-    path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. wanted: positions where
-    a chunk ends and a state is kept, with its reason. peer: leased pages of another rank, when those reach further. plan_seconds: that
-    looking it up took.
+    path: frames of its leading pages; grows as the prefill stores more. state: the pinned state to restore. replay_end: where the pages
+    to restore end when there is no state and the prefill replays the last of them, else 0. wanted: positions where a chunk ends and a
+    state is kept, with its reason. peer: leased pages of another rank, when those reach further. plan_seconds: that looking it up took.
     """
 
     seq: Sequence
@@ -24,6 +24,7 @@ class Match:
     keys: list[bytes] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     state: int = NONE
+    replay_end: int = 0
     wanted: dict[int, StateReason] = field(default_factory=dict)
     peer: PeerMatch | None = None
     plan_seconds: float = 0.0
@@ -31,7 +32,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to `plan`. restore_tokens: where prefill may start (0 unless HIT). reason: of the state, of the miss, or of the hold."""
+    """The answer to `plan`. restore_tokens: where prefill may start (0 unless HIT). reason: of the state or replay, miss or hold."""
 
     kind: PlanKind
     restore_tokens: int

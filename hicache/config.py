@@ -42,6 +42,12 @@ class HiCacheConfig:
         "Also store generated answers: where the next prompt of the conversation is known to contain them, always, or never.",
         choices=("auto", "on", "off"),
     )
+    replay: str = knob(
+        "off",
+        "What a prompt does whose stored pages reach further than the last window state: compute from that state on, recompute one window "
+        "(approximate; what follows is not stored), or one window per encoder layer (exact).",
+        choices=("off", "bounded", "exact"),
+    )
     isolation: str = knob(
         "none",
         "Who may hit whose prefixes: everybody, requests of one API key, or those that also send one cache_salt.",

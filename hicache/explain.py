@@ -9,6 +9,7 @@ from typing import Any
 
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
+from hicache.replay import WindowReplay
 
 REMEMBERED_PROMPTS = 64
 SHOWN_TOKENS = 12  # of both sides, from the first difference on
@@ -20,8 +21,8 @@ class Explainer:
     keep_tokens, min_restore_tokens: as in the restore rule.
     """
 
-    def __init__(self, cache: HostCache, keep_tokens: int, min_restore_tokens: int) -> None:
-        self._cache, self._keep_tokens, self._min_restore_tokens = cache, keep_tokens, min_restore_tokens
+    def __init__(self, cache: HostCache, replay: WindowReplay, keep_tokens: int, min_restore_tokens: int) -> None:
+        self._cache, self._replay, self._keep_tokens, self._min_restore_tokens = cache, replay, keep_tokens, min_restore_tokens
         self._prompts: deque[tuple[str, array[int]]] = deque(maxlen=REMEMBERED_PROMPTS)
 
     def remember(self, tokens: Sequence[int], salt: str) -> None:
@@ -36,13 +37,18 @@ class Explainer:
         index, size = self._cache.index, self._cache.page_tokens
         path = index.match(keys)
         state, miss = self._cache.restore_point(path, len(tokens), self._keep_tokens, self._min_restore_tokens)
+        restored = index.position[state] if state != NONE else 0
+        replay_end = self._replay.end(keys, len(path), len(tokens), restored)
+        if replay_end:
+            restored, miss = replay_end - self._replay.tokens, None
         states = [(index.position[s], StateReason(index.reason[s]).name.lower()) for s in index.states_on(path)]
         return {
             "prompt_tokens": len(tokens),
             "matched_pages": len(path),
             "matched_tokens": len(path) * size,
             "states": [{"position": position, "reason": reason} for position, reason in states],
-            "restore_tokens": index.position[state] if state != NONE else 0,
+            "restore_tokens": restored,
+            "replay": {"mode": str(self._replay.mode), "end": replay_end, "tokens": self._replay.tokens} if replay_end else None,
             "miss": miss.value if miss is not None else "",
             "first_difference": self._first_difference(array("I", tokens), salt),
         }

@@ -14,14 +14,16 @@ from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.policy import chunk_states, prefill_states, restore_cap
+from hicache.replay import WindowReplay
 from hicache.reservation import PageReservation, StateReservation
-
-REPLAYED_TOKENS, MIN_REPLAY_TOKENS = 128, 2048  # an approximate window costs that many tokens; a smaller gain is not worth its error
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCache:
-    """The cache to imagine. Sizes as the live one has them; forks and interval as the knobs of the same names."""
+    """The cache to imagine. Sizes as the live one has them; forks, interval and replay as the knobs of the same names.
+
+    window, encoder_layers: of the model, for replays.
+    """
 
     num_frames: int
     page_tokens: int = 128
@@ -31,6 +33,9 @@ class SimulatedCache:
     states_per_path: int = 6
     state_interval_tokens: int = 16384
     store_tail_state: bool = True
+    replay: str = "off"
+    window: int = 128
+    encoder_layers: int = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +48,15 @@ class TracePrompt:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Token sums over all prompts. oracle_tokens: unlimited memory and a state at every page. replay_tokens: what restoring pages beyond
-    the best state would have added, by recomputing the window from its last tokens, where that is more than `MIN_REPLAY_TOKENS`.
+    """Token sums over all prompts. oracle_tokens: unlimited memory and a state at every page. replays: prompts that resumed by one;
+    replay_tokens: what that added to the hit tokens, beyond the deepest state.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     oracle_tokens: int = 0
+    replays: int = 0
     replay_tokens: int = 0
     evicted_pages: int = 0
 
@@ -75,6 +81,9 @@ class _Simulator:
         self.interval = interval
         self.cache = HostCache(shape.num_frames, shape.page_tokens, shape.frames_per_state, state_interval=interval)
         self.keys = KeySpace("simulation", "", shape.page_tokens)
+        self.replay = WindowReplay(
+            shape.replay, shape.window, shape.encoder_layers, shape.page_tokens, shape.keep_tokens, shape.min_restore_tokens
+        )
         self.seen: set[bytes] = set()
         self.result = SimulationResult()
 
@@ -86,13 +95,30 @@ class _Simulator:
         index.pin(path)
         state, _ = self.cache.restore_point(path, num_tokens, shape.keep_tokens, shape.min_restore_tokens)
         restored = index.position[state] if state != NONE else 0
-        if state != NONE:
+        replay_end = self._replay(keys, path, num_tokens, restored)
+        if replay_end:
+            restored = replay_end - self.replay.tokens
+        elif state != NONE:
             index.touch_state(state)
         self._count(keys, num_tokens, restored)
-        matched = len(path) * shape.page_tokens
-        gap = min(matched, restore_cap(num_tokens, shape.keep_tokens, shape.page_tokens)) - restored
-        self.result.replay_tokens += gap - REPLAYED_TOKENS if gap > MIN_REPLAY_TOKENS else 0
-        wanted = chunk_states(restored, matched, num_tokens, prompt.anchor_tokens, self.interval, shape.keep_tokens, shape.page_tokens)
+        if not (replay_end and self.replay.approximate):
+            self._store(prompt, keys, path, restored, replay_end)
+        self.cache.unpin(path)
+
+    def _replay(self, keys: list[bytes], path: list[int], num_tokens: int, restored: int) -> int:
+        """Where the pages of a replay end, 0 without one."""
+        end = self.replay.end(keys, len(path), num_tokens, restored)
+        if end:
+            self.replay.resumed(keys[end // self.shape.page_tokens - 1])
+            self.result.replays += 1
+            self.result.replay_tokens += end - self.replay.tokens - restored
+        return end
+
+    def _store(self, prompt: TracePrompt, keys: list[bytes], path: list[int], restored: int, replay_end: int) -> None:
+        """What the prefill leaves behind. path: grows by what it stores."""
+        shape, num_tokens, matched = self.shape, len(prompt.tokens), len(path) * self.shape.page_tokens
+        states = chunk_states(restored, matched, num_tokens, prompt.anchor_tokens, self.interval, shape.keep_tokens, shape.page_tokens)
+        wanted = {p: reason for p, reason in states.items() if p >= replay_end}
         for end in [*sorted(wanted), num_tokens]:
             self._store_pages(path, keys[: end // shape.page_tokens], prompt.tokens)
             if end in wanted:
@@ -100,7 +126,6 @@ class _Simulator:
         for position, reason in prefill_states(num_tokens, shape.keep_tokens, shape.page_tokens):
             if reason is StateReason.RESEND or shape.store_tail_state:
                 self._store_state(path, position, reason)
-        self.cache.unpin(path)
 
     def _count(self, keys: list[bytes], num_tokens: int, restored: int) -> None:
         shared = next((i for i, key in enumerate(keys) if key not in self.seen), len(keys)) * self.shape.page_tokens

@@ -89,6 +89,7 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "prefix_cache_stored_tokens": _leaf("prefix_cache", "store_tokens_total"),
     "prefix_cache_evicted_tokens": _leaf("prefix_cache", "evicted_tokens_total"),
     "prefix_cache_resume_tokens": _leaf("prefix_cache", "resume_tokens_total"),
+    "hicache_replayed_tokens": _leaf("prefix_cache", "replayed_tokens_total"),
     "hicache_restore_bytes": _leaf("prefix_cache", "restore_bytes_total"),
     "hicache_restore_seconds": _leaf("prefix_cache", "restore_seconds_total"),
     "hicache_store_bytes": _leaf("prefix_cache", "store_bytes_total"),

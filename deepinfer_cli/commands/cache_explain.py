@@ -58,6 +58,11 @@ def show(call: Invocation, record: Mapping[str, Any], with_rank: bool) -> None:
     call.ui.print(f"{head}{restored:,} of {prompt:,} tokens would be restored", "good" if restored else "")
     if miss := record.get("miss", ""):
         call.ui.print(f"  why not more: {MISSES.get(miss, miss)}")
+    if replay := record.get("replay"):
+        how = (
+            "rebuild the window approximately; what follows is not stored" if replay["mode"] == "bounded" else "rebuild the window exactly"
+        )
+        call.ui.print(f"  no state at {replay['end']:,}: {replay['tokens']:,} tokens before it are computed again and {how}")
     call.ui.print(f"  stored pages match up to token {record.get('matched_tokens', 0):,}")
     if states := record.get("states"):
         call.ui.print("  states at " + ", ".join(f"{s['position']:,} ({s['reason']})" for s in states))

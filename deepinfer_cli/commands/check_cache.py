@@ -7,6 +7,7 @@ The answer without the cache joins the history of both, so one difference cannot
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from deepinfer_cli.cache_rule import LEAST, Predictor
 from deepinfer_cli.cache_shortfall import ArenaCounts, why_not_as_predicted
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.live import checksum_errors, settled_metrics
+from deepinfer_cli.live import bounded_replays, checksum_errors, settled_metrics
 from deepinfer_cli.options import command
 from deepinfer_cli.servers import connect
 from deepinfer_cli.text import sized
@@ -90,21 +91,29 @@ def _check_cache(
     if prompt_tokens < LEAST:
         raise ConfigError(f"--prompt-tokens is {prompt_tokens}", hint=f"{LEAST} is the shortest prompt that can hit")
     api = connect(call, port, url)
-    model = api.model()
+    model, before = api.model(), settled_metrics(api)
     if programme:
         from deepinfer_cli.cache_trial import Trial
 
         reference = connect(call, None, reference_url) if reference_url else api
-        return run_programme(call, Trial(api, reference, model, max_tokens, seed, tokens_of, loops), model)
+        code = run_programme(call, Trial(api, reference, model, max_tokens, seed, tokens_of, loops), model)
+        return tell_of_replays(call, code, before, settled_metrics(api))
     if reference_url:
         raise ConfigError("--reference-url needs --programme", hint="dix check-cache --programme --reference-url URL")
-    before = settled_metrics(api)
     results = Conversation(call, api, model, prompt_tokens, growth, max_tokens, seed).run(turns)
     after = settled_metrics(api)
     results = [with_reason(turn, ArenaCounts.of(before), ArenaCounts.of(after)) for turn in results]
     damaged = checksum_errors(after) - checksum_errors(before)
     code = judge(results, damaged)
     show(call, model, api.url, results, damaged, code)
+    return tell_of_replays(call, code, before, after)
+
+
+def tell_of_replays(call: Invocation, code: int, before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+    """Say so when tokens may differ because prompts resumed behind approximate windows. before, after: metrics. Returns `code`."""
+    replays = bounded_replays(after) - bounded_replays(before)
+    if replays > 0 and code == ExitCode.NO:
+        call.ui.note(f" hint: {replays} prompts resumed by bounded replay, which approximates: hicache.replay=exact or off", "accent")
     return code
 
 

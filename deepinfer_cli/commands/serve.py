@@ -15,6 +15,7 @@ from deepinfer_cli.options import command
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
+from hicache.replay import check_replay
 from server.config import ServerConfig
 
 # Where a server differs from the offline engine: arrivals matter more than batch size, and the host cache needs truncation.
@@ -54,6 +55,7 @@ def plan_server(call: Invocation, model: str | None, name: str | None) -> Plan:
             "--yoco-keep-tokens 0 turns decoder truncation off, and the host cache needs it",
             hint="add --hicache-size-gb 0, or keep the default --yoco-keep-tokens 140",
         )
+    check_replay(settings.hicache.replay, settings.engine.batch_invariant)
     directory, served = resolve_model(call, model)
     server = settings.server if settings.server.served_name else dataclasses.replace(settings.server, served_name=served)
     engine = dataclasses.replace(settings.engine, model=str(directory))

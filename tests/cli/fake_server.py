@@ -17,9 +17,9 @@ WORDS = ("red", "green", "blue", "black", "white", "amber", "violet", "grey")
 
 class FakeServer(ThreadingHTTPServer):
     """`fault` applies to every chat request: error, hang, truncated, refuse, short, empty. cache: works, off, wrong (other tokens on a
-    hit), damaged (each hit counts a checksum error), miscounted, stubborn (forgets nothing), shared (by all tenants), mortal (lost
-    with its process), full (no frames for a state at a last page end), answers (a state at the end of every answer). `tenants` False
-    refuses cache_salt. `ours` False leaves out everything beyond the common API.
+    hit), approximate (wrong by replays), damaged (each hit counts a checksum error), miscounted, stubborn (forgets nothing), shared (by
+    all tenants), mortal (lost with its process), full (no frames for a state at a last page end), answers (a state at the end of every
+    answer). `tenants` False refuses cache_salt. `ours` False leaves out everything beyond the common API.
     """
 
     daemon_threads = True
@@ -127,6 +127,8 @@ class Handler(BaseHTTPRequestHandler):
         }
         if s.cache == "full":
             cache |= {"store_skipped_total": {"no_state_frames": len(s.states)}, "frames": {"free": 2}, "arena_bytes": 2**27}
+        if s.cache == "approximate":
+            cache["state_hits_total"] = {"bounded_replay": s.hits // PAGE}
         cache |= {"miss_total": {"short": 3, "no_page": 0}, "recovered": {"pages": s.recovered}}
         tokens = {"prompt_total": s.prompts, "cached_total": s.hits, "generated_total": s.generated}
         kv = {"tokens_total": 1000, "tokens_used": 250}
@@ -184,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         cached = self._cached(prompt, body)
         count = int(body.get("max_tokens") or 16)
-        seed = zlib.crc32(" ".join(prompt).encode()) + (1 if s.cache == "wrong" and cached else 0)
+        seed = zlib.crc32(" ".join(prompt).encode()) + (1 if s.cache in ("wrong", "approximate") and cached else 0)
         answer = [WORDS[(seed >> i % 24) % len(WORDS)] + " " for i in range(count)]
         if s.cache == "answers" and body.get("prefix_cache") is not False:
             whole = [f"{body.get('cache_salt', '')}:{word}" for word in [*prompt, *(word.strip() for word in answer)]]
@@ -236,6 +238,7 @@ def explained(prompt_tokens: int) -> dict[str, Any]:
     difference = {"index": 300, "stored": [1], "asked": [2], "stored_text": "old words", "asked_text": "new words", "place": place}
     states = [{"position": 256, "reason": "anchor"}]
     facts = {"matched_tokens": 256, "states": states, "restore_tokens": 256, "miss": "", "first_difference": difference}
+    facts["replay"] = {"mode": "bounded", "end": 384, "tokens": 128}
     return {"prompt_tokens": prompt_tokens, "ranks": [{"rank": 0, "prompt_tokens": prompt_tokens, **facts}]}
 
 

@@ -28,7 +28,8 @@ def test_explain_names_place_and_both_texts(dix: Callable[..., Any], tmp_path: P
         ran = dix("cache", "explain", body, "--port", server.port)
         plain = dix("cache", "explain", "--prompt", "a b", "--port", server.port, "--json").json
     assert ran.code == 0
-    for words in ("256 of 5 tokens", "256 (anchor)", "token 300", "tool 'search'", "'old words'", "'new words'"):
+    words_of_both = ("'old words'", "'new words'")
+    for words in ("256 of 5 tokens", "256 (anchor)", "no state at 384", "approximately", "token 300", "tool 'search'", *words_of_both):
         assert words in ran.out
     assert plain["prompt_tokens"] == 2
 

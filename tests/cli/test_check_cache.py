@@ -96,6 +96,14 @@ def test_a_different_token_exits_1_and_is_named(dix: Dix) -> None:
         ran = dix("check-cache", "--port", server.port, "--prompt-tokens", 400)
     assert ran.code == 1
     assert "different at 0" in ran.out
+    assert "bounded replay" not in ran.out + ran.err
+
+
+def test_a_difference_behind_approximate_windows_is_explained(dix: Dix) -> None:
+    with serving(cache="approximate") as server:
+        ran = dix("check-cache", "--port", server.port, "--prompt-tokens", 400)
+    assert ran.code == 1
+    assert "prompts resumed by bounded replay" in ran.out + ran.err
 
 
 def test_a_damaged_page_exits_1_although_the_tokens_are_the_same(dix: Dix) -> None:

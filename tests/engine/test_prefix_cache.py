@@ -20,7 +20,7 @@ BLOCK, KEEP, FRAME = 4, 6, 4096
 
 
 def make_cache(kv: FakeKV | None = None, num_frames: int = 200, **knobs: object) -> PrefixCache:
-    config = HiCacheConfig(min_restore_tokens=1, **{"audit": "full", **knobs})  # type: ignore[arg-type]
+    config = HiCacheConfig(**{"min_restore_tokens": 1, "audit": "full", **knobs})  # type: ignore[arg-type]
     return PrefixCache(config, kv or FakeKV(), "model", KEEP, num_bytes=num_frames * FRAME)  # type: ignore[arg-type]
 
 
@@ -29,18 +29,19 @@ def device(cache: PrefixCache) -> FakeKV:
 
 
 def check_restored(cache: PrefixCache, seq: Sequence, tokens: int) -> None:
-    """Every restored block and the window hold what a forward pass would have left there."""
+    """Every restored block and the window hold what a forward pass would have left there. A replay restores blocks only."""
     kv = device(cache)
-    for block in range(tokens // BLOCK):
+    for block in range((seq.entries_start or tokens) // BLOCK):
         expected = kv.page_bytes(seq.token_ids[: (block + 1) * BLOCK])
         assert kv.blocks[seq.block_table[block]].equal(expected), f"block {block} holds other bytes"
-    if tokens:
+    if tokens and not seq.entries_start:
         assert kv.loaded[seq.state_slot] == (tokens, bytes(kv.window_bytes(seq.token_ids[:tokens]).tolist()))
 
 
 def admit(cache: PrefixCache, seq: Sequence) -> Plan:
     plan = cache.plan(seq)
     device(cache).blocks.fill_(0xEE)
+    device(cache).loaded.pop(seq.state_slot, None)
     cache.restore(seq, plan)
     seq.checkpoints = cache.checkpoints(seq)
     check_restored(cache, seq, seq.num_computed)

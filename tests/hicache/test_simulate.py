@@ -22,7 +22,8 @@ def test_recorded_sessions_hit_99_percent_of_what_any_cache_could(path: Path) ->
     assert result.requests == len(prompts) > 5
     assert result.hit_tokens > 0
     assert result.share_of_oracle >= 0.99
-    assert result.replay_tokens == 0  # the states lie where they are needed: approximate windows would add nothing
+    for mode in ("bounded", "exact"):  # the states lie where they are needed: replays add nothing
+        assert simulate(prompts, SimulatedCache(num_frames=10_000, replay=mode)) == result
 
 
 def test_prompts_of_a_trace_are_equal_exactly_where_their_blocks_are() -> None:
@@ -34,25 +35,32 @@ def test_prompts_of_a_trace_are_equal_exactly_where_their_blocks_are() -> None:
     assert not set(early.tokens[4:]) & set(late.tokens[4:])
 
 
-def test_pages_far_beyond_the_last_state_are_what_a_replay_would_add() -> None:
+@pytest.mark.parametrize(("mode", "first_hit", "second_hit"), [("off", 0, 5888), ("bounded", 5888 - 128, 0), ("exact", 5888 - 2560, 5888)])
+def test_pages_far_beyond_the_last_state_are_what_a_replay_adds(mode: str, first_hit: int, second_hit: int) -> None:
+    """What the first visitor of a place computes from a right window leaves a state there for the second."""
     trunk = list(range(9000))
-    prompts = [trunk, trunk[:6000] + [1] * 3000]
-    result = simulate([TracePrompt(tokens) for tokens in prompts], SimulatedCache(num_frames=10_000, state_interval_tokens=0))
-    assert result.hit_tokens == 0
-    assert result.replay_tokens == 6000 // 128 * 128 - 128
+    prompts = [TracePrompt(tokens) for tokens in (trunk, trunk[:6000] + [1] * 3000, trunk[:6000] + [2] * 3000)]
+    shape = SimulatedCache(num_frames=10_000, state_interval_tokens=0, replay=mode)
+    first, both = simulate(prompts[:2], shape), simulate(prompts, shape)
+    assert first.hit_tokens == first.replay_tokens == first_hit
+    assert both.hit_tokens == first_hit + second_hit
+    assert both.replays == (mode != "off")
 
 
+@pytest.mark.parametrize("replay", ["off", "bounded", "exact"])
 @pytest.mark.parametrize("num_frames", [20, 45, 90, 2000])
 @pytest.mark.parametrize("seed", range(3))
-def test_simulator_and_live_cache_report_the_same_hits_and_evictions(num_frames: int, seed: int) -> None:
+def test_simulator_and_live_cache_report_the_same_hits_and_evictions(num_frames: int, seed: int, replay: str) -> None:
     rng = random.Random(seed)
-    kv = FakeKV(num_blocks=40)
-    cache = make_cache(kv, num_frames=num_frames)
+    kv = FakeKV(num_blocks=40, window=2, num_encoder_layers=8)
+    cache = make_cache(kv, num_frames=num_frames, replay=replay)
     prompts: list[list[int]] = []
     for _ in range(80):
         prompts.append(next_prompt(rng, prompts[-8:]))
     hits = sum(run(cache, tokens).cached_tokens or 0 for tokens in prompts)
-    shape = SimulatedCache(num_frames, BLOCK, frames_per_state=-(-kv.state_bytes // 4096), keep_tokens=KEEP, min_restore_tokens=1)
+    shape = SimulatedCache(num_frames, BLOCK, -(-kv.state_bytes // 4096), KEEP, 1, replay=replay, window=2, encoder_layers=8)
     result = simulate([TracePrompt(tokens) for tokens in prompts], shape)
     assert result.hit_tokens == hits > 0
-    assert result.evicted_pages == cache.stats()["evictions_total"]
+    stats = cache.stats()
+    assert result.evicted_pages == stats["evictions_total"]
+    assert result.replays == stats["state_hits_total"].get(f"{replay}_replay", 0)
