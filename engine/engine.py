@@ -38,7 +38,7 @@ GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits of the rows that the batch asks for.
+    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits, `run_greedy` these or each row's largest.
 
     `join` is called instead when this rank has no rows in a step of others. One whose `limits.draft_block_size` is above 0 has `draft`
     as well, see `engine/drafter.py`.
@@ -48,6 +48,8 @@ class Runner(Protocol):
     kv: Any
 
     def run(self, batch: Batch) -> Any: ...
+
+    def run_greedy(self, batch: Batch) -> Any: ...
 
     def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> Any: ...
 

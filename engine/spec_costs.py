@@ -117,7 +117,7 @@ class MeasuredRunner(Protocol):
     limits: Any
     kv: Any
 
-    def run(self, batch: Batch) -> Any: ...
+    def run_greedy(self, batch: Batch) -> Any: ...
 
     def draft_greedy(self, slices: list[DraftSlice]) -> Any: ...
 
@@ -138,7 +138,7 @@ def measure(
     Larger sizes come last, so that a slow machine measures the small ones and extrapolates.
     """
     vocab_size = runner.limits.vocab_size
-    run = getattr(runner, "run_greedy", runner.run)
+    run = runner.run_greedy
     rng = random.Random(0)
     deadline, timer = clock() + budget_s, timer or clock
     steps, drafts = [], []

@@ -63,7 +63,7 @@ class StepRunner:
             if drafts:
                 step = with_drafts(step, drafts)
         self._watch.start()
-        if tokens is None and hasattr(self.runner, "run_greedy") and self.sampler.wants_largest(step.rows):
+        if tokens is None and self.sampler.wants_largest(step.rows):
             logits = self.runner.run_greedy(step.batch())
         else:
             logits = self.runner.run(step.batch(tokens))

@@ -128,6 +128,9 @@ class FakeRunner:
     def _logits(self, seen: np.ndarray, window: np.ndarray, history: tuple[int, ...]) -> np.ndarray:
         return fake_logits(seen, window, history, self.limits.vocab_size, self._powers)
 
+    def run_greedy(self, batch: Batch) -> Tensor:
+        return self.run(batch)
+
     def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> FakeDrafts:
         _check_exclusive([piece.state_slot for piece in slices])
         size = self.limits.draft_block_size

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.compress_entries import COMPRESS_ENTRIES, INDEX_QUERIES, IndexKeys, PairSource
-from engine.ops.triton.decode_formats import INTERPRETED, dot_bf16
+from engine.ops.triton.decode_formats import dot_bf16
 from engine.ops.triton.encode_formats import e2m1_value, encode_entries, encode_index
 from engine.ops.triton.fallback import warn_once
+from engine.ops.triton.interpreter import INTERPRETED
 
 
 @triton.jit

@@ -7,13 +7,8 @@ because bf16 keeps them. Keys come out divided by `SHRINK`, which the caller mul
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
-
-# Kernels then run on the CPU, without inline assembly and without products of bf16 numbers.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # An E2M1 value needs the factor scale * 2^126, which bf16 holds for all scales that occur when 2^16 is left out.
 SHRINK = tl.constexpr(65536.0)

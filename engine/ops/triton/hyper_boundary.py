@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.hyper_boundary import HYPER_BOUNDARY, Boundary, Mixer, Written
-from engine.ops.triton.decode_formats import INTERPRETED
 from engine.ops.triton.fallback import warn_once
+from engine.ops.triton.interpreter import INTERPRETED
 
 STREAMS = 4
 _WIDTH = 32  # columns of a line of parts; 24 are used

@@ -15,8 +15,9 @@ from torch.nn.functional import pad
 
 from engine.ops.candidate_blocks import best_of_blocks
 from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, IndexQuery, PagedIndexKeys, padded_heads
-from engine.ops.triton.decode_formats import INTERPRETED, SHRINK, decode_e2m1, dot_bf16
+from engine.ops.triton.decode_formats import SHRINK, decode_e2m1, dot_bf16
 from engine.ops.triton.fallback import warn_once
+from engine.ops.triton.interpreter import INTERPRETED
 from engine.ops.triton.select_topk import CHUNK, select_rows
 
 # Programs that keep a device busy, however few the rows are.

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.row_attention import ROW_ATTENTION, PackedKeys
-from engine.ops.triton.decode_formats import INTERPRETED, SHRINK, decode_e2m1, decode_e4m3, dot_bf16
+from engine.ops.triton.decode_formats import SHRINK, decode_e2m1, decode_e4m3, dot_bf16
 from engine.ops.triton.fallback import warn_once
+from engine.ops.triton.interpreter import INTERPRETED
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # Keys of a part in batch-invariant mode: two parts of a decoder row at the released sizes, which fill a device from 64 rows on.
