@@ -16,7 +16,7 @@ from tests.engine.test_prefix_cache import BLOCK, KEEP, _ids, admit, assert_idle
 from tests.engine.test_prefix_cache_model import BLOCK as MODEL_BLOCK
 from tests.engine.test_prefix_cache_model import KEEP as MODEL_KEEP
 from tests.engine.test_prefix_cache_model import make_config
-from tests.hicache.fake_kv import make_sequence
+from tests.hicache.fake_kv import FakeKV, make_sequence
 
 PROMPT, ANSWER = list(range(1000, 1030)), list(range(2000, 2021))
 
@@ -139,6 +139,21 @@ def test_frames_of_an_older_answers_state_go_first_when_frames_are_short() -> No
         cache.finish(seq)
         assert_idle(cache)
     assert cache.cache.evicted_frames["state/superseded"] > 0
+
+
+def test_session_of_twenty_tool_calls_recomputes_what_is_new_and_one_page_on_average() -> None:
+    cache, rng = make_cache(FakeKV(num_blocks=500), num_frames=900), random.Random(4)
+    tokens, new = list(PROMPT), len(PROMPT)
+    more: list[int] = []  # recomputed tokens of each turn beyond its new ones
+    for _ in range(20):
+        seq = answered(cache, tokens, [rng.randrange(9000) for _ in range(rng.randrange(5, 40))])
+        cache.finish(seq)
+        result = [rng.randrange(9000) for _ in range(rng.randrange(2 * KEEP, 60))]
+        tokens = seq.token_ids + result
+        more.append(seq.prompt_len - (seq.cached_tokens or 0) - new)
+        new = len(result)
+    assert sum(more) <= BLOCK * len(more)
+    assert 0 < max(more) <= BLOCK
 
 
 def serve(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], int]]:
