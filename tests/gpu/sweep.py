@@ -64,7 +64,7 @@ def attention(setting: Setting) -> dict[str, Forms]:
             calls = [partial(launch, *problem, scale, splits, tuning) for problem in problems]
             return calls, lambda: relative_error(calls[0]()[:8], wanted)
 
-        forms = {f"roles={roles} splits={n}": form(n, Tuning(roles=roles)) for n in splits for roles in (False, True)}
+        forms = {f"decoders={warps} splits={n}": form(n, Tuning(decoders=warps)) for n in splits for warps in (0, 4, 8)}
         found[f"attention, {rows} rows{', one sequence' if shared else ''}"] = forms
     return found
 

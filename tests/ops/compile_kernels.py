@@ -78,18 +78,23 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
 }
 
 
-# Kernels with layouts of their own, by module.
-_LAID_OUT = {"attend hopper": "row_attention_hopper", "attend roles": "row_attention_roles"}
+# Kernels with layouts of their own: module and constants.
+_LAID_OUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "attend hopper": ("row_attention_hopper", {"ALONE": False}),
+    "attend roles 4": ("row_attention_roles", {"ALONE": True, "DECODERS": 4}),
+    "attend roles 8": ("row_attention_roles", {"ALONE": False, "DECODERS": 8}),
+}
 
 
 def compile_kernel(name: str) -> Any:
-    """The compiled kernel of `KERNELS`, or of "attend hopper" and "attend roles"."""
+    """The compiled kernel of `KERNELS` or `_LAID_OUT`."""
     target = GPUTarget("cuda", 90, 32)
     if name in _LAID_OUT:
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        attend = import_module(f"engine.ops.triton.{_LAID_OUT[name]}").attend
-        return triton.compile(_source(GluonASTSource, attend, _HOPPER, {"ALONE": False}), target=target, options={"num_warps": 8})
+        module, constants = _LAID_OUT[name]
+        attend = import_module(f"engine.ops.triton.{module}").attend
+        return triton.compile(_source(GluonASTSource, attend, _HOPPER, constants), target=target, options={"num_warps": 8})
     kernel, types, constants, warps = KERNELS[name]
     return triton.compile(_source(ASTSource, kernel, types, constants), target=target, options={"num_warps": warps})
 

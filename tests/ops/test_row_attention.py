@@ -139,7 +139,7 @@ def test_fp32_and_odd_widths_run_the_reference(device, kernel, caplog):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [{"roles": True}, {"roles": False}, {"hopper": False}], ids=["roles", "hopper", "portable"])
+@pytest.mark.parametrize("form", [{"decoders": 4}, {"decoders": 8}, {"decoders": 0}, {"hopper": False}])
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 128, 512), (8, 100, 300), (300, 128, 512), (3, 128, None), (2, 1, 1)])
 def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window, entries, splits, form):

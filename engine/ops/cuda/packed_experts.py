@@ -30,7 +30,7 @@ _NO_LISTS = 2
 # From so many rows per expert on the tensor cores are the time, and items of 128 tokens pay.
 _FEW_ROWS = 16
 # Whether many tokens go to the products of warpgroups.
-WARPGROUPS = False
+WARPGROUPS = True
 
 
 def launch_invariant(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, limit: float, quantize: bool) -> Tensor:

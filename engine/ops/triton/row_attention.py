@@ -26,7 +26,7 @@ class Tuning:
     """keys: per tile, of heads at least 256 wide. stages: tiles whose rows are under way while one is computed, plus one."""
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
-    roles: bool = True  # and warps that only decode, of `row_attention_roles`
+    decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
     keys: int = 64
     stages: int = 2
     warps: int = 8
@@ -244,13 +244,14 @@ def _launch_rows(
     words, factor = out.view(torch.int32), scale * _LOG2E.value * SHRINK.value
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
-        if tuning.roles:
+        roles = {"DECODERS": tuning.decoders} if tuning.decoders else {}
+        if roles:
             from engine.ops.triton.row_attention_roles import attend
         else:
             from engine.ops.triton.row_attention_hopper import attend
         attend[(num_rows, splits or 1)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
-            num_window, num_second, per, factor, ALONE=not splits, num_warps=8,
+            num_window, num_second, per, factor, ALONE=not splits, num_warps=8, **roles,
         )  # fmt: skip
     else:
         _attend[(num_rows, splits or 1, triton.cdiv(num_heads, heads))](

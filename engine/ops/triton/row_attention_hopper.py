@@ -38,12 +38,6 @@ _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 HEADS, D2, R2, N = gl.constexpr(64), gl.constexpr(256), gl.constexpr(32), gl.constexpr(64)
 WINDOW_BYTES, ENTRY_BYTES = gl.constexpr(528), gl.constexpr(288)
 
-# Raw rows as 32-bit words: 128 of a window row, 64 of an entry row; a thread loads 16 bytes and their scales.
-_WINDOW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
-_WINDOW_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 16, 2], [8, 1, 1], [2, 1, 0]))
-_ENTRY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))
-_ENTRY_GROUPS = gl.constexpr(gl.BlockedLayout([1, 2, 2], [2, 16, 1], [8, 1, 1], [2, 1, 0]))
-_ENTRY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 _QUERY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 _OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
@@ -57,28 +51,84 @@ def _index(index_ptr, columns, tile, layout: gl.constexpr):
     return gl.load(index_ptr + at, mask=at < columns, other=-1)
 
 
+# How a tile's raw rows lie among some warps, as 32-bit words (128 of a window row, 64 of an entry row, 16 bytes of them a thread), and
+# how their scales do.
+@gluon.constexpr_function
+def window_words(warps):
+    return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def window_groups(warps):
+    return gl.BlockedLayout([1, 1, 4], [1, 16, 2], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def entry_words(warps):
+    return gl.BlockedLayout([1, 4], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def entry_groups(warps):
+    return gl.BlockedLayout([1, 2, 2], [2, 16, 1], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def entry_pairs(warps):
+    return gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def places(index_ptr, columns, tile, WORDS: gl.constexpr, GROUPS: gl.constexpr):
+    """Indices int32 [N] of one tile of rows, as its words and as its scales lie among the threads; -1 for absent rows."""
+    words = _index(index_ptr, columns, tile, gl.SliceLayout(1, WORDS))
+    return words, _index(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
+
+
+@gluon.jit
+def load_rows(
+    rows_ptr, at_words, at_groups, BYTES: gl.constexpr, NUM_WORDS: gl.constexpr, NUM_GROUPS: gl.constexpr, WORDS: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Raw words int32 [N, NUM_WORDS] and scales uint8 [N, NUM_GROUPS] of rows of BYTES bytes; 0 where absent."""
+    word = gl.expand_dims(gl.arange(0, NUM_WORDS, gl.SliceLayout(0, WORDS)), 0)
+    index = gl.expand_dims(at_words.to(gl.int64), 1)
+    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (BYTES // 4) + word, mask=index >= 0, other=0)
+    group = gl.expand_dims(gl.arange(0, NUM_GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, GROUPS))), 0)
+    index = gl.expand_dims(at_groups.to(gl.int64), 1)
+    return words, gl.load(rows_ptr + index * BYTES + 4 * NUM_WORDS + group, mask=index >= 0, other=0)
+
+
+@gluon.jit
+def load_window(rows_ptr, at_words, at_groups, WARPS: gl.constexpr):
+    return load_rows(rows_ptr, at_words, at_groups, WINDOW_BYTES, D2 // 2, D2 // 16, window_words(WARPS), window_groups(WARPS))
+
+
+@gluon.jit
+def load_entries(rows_ptr, at_words, at_groups, WARPS: gl.constexpr):
+    return load_rows(rows_ptr, at_words, at_groups, ENTRY_BYTES, D2 // 4, D2 // 8, entry_words(WARPS), entry_groups(WARPS))
+
+
+@gluon.jit
+def window_places(index_ptr, columns, tile, WARPS: gl.constexpr):
+    return places(index_ptr, columns, tile, window_words(WARPS), window_groups(WARPS))
+
+
+@gluon.jit
+def entry_places(index_ptr, columns, tile, WARPS: gl.constexpr):
+    return places(index_ptr, columns, tile, entry_words(WARPS), entry_groups(WARPS))
+
+
 @gluon.jit
 def _load_window(rows_ptr, index_ptr, columns, tile):
-    """Raw words int32 [N, 128] and exponents uint8 [N, 16] of one tile of window rows."""
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _WINDOW)).to(gl.int64), 1)
-    word = gl.expand_dims(gl.arange(0, D2 // 2, gl.SliceLayout(0, _WINDOW)), 0)
-    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (WINDOW_BYTES // 4) + word, mask=index >= 0, other=0)
-    flat: gl.constexpr = gl.SliceLayout(2, _WINDOW_GROUPS)
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
-    group = gl.expand_dims(gl.arange(0, D2 // 16, gl.SliceLayout(0, flat)), 0)
-    return words, gl.load(rows_ptr + index * WINDOW_BYTES + 2 * D2 + group, mask=index >= 0, other=0)
+    at_words, at_groups = window_places(index_ptr, columns, tile, 8)
+    return load_window(rows_ptr, at_words, at_groups, 8)
 
 
 @gluon.jit
 def _load_entries(rows_ptr, index_ptr, columns, tile):
-    """Raw words int32 [N, 64] and scales uint8 [N, 32] of one tile of entry rows."""
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, _ENTRY)).to(gl.int64), 1)
-    word = gl.expand_dims(gl.arange(0, D2 // 4, gl.SliceLayout(0, _ENTRY)), 0)
-    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (ENTRY_BYTES // 4) + word, mask=index >= 0, other=0)
-    flat: gl.constexpr = gl.SliceLayout(2, _ENTRY_GROUPS)
-    index = gl.expand_dims(_index(index_ptr, columns, tile, gl.SliceLayout(1, flat)).to(gl.int64), 1)
-    group = gl.expand_dims(gl.arange(0, D2 // 8, gl.SliceLayout(0, flat)), 0)
-    return words, gl.load(rows_ptr + index * ENTRY_BYTES + D2 + group, mask=index >= 0, other=0)
+    at_words, at_groups = entry_places(index_ptr, columns, tile, 8)
+    return load_entries(rows_ptr, at_words, at_groups, 8)
 
 
 @gluon.jit
@@ -91,22 +141,22 @@ def _spread(factors, width: gl.constexpr, parent: gl.constexpr, target: gl.const
 
 
 @gluon.jit
-def _store_window(words, exponents, even, odd):
+def _store_window(words, exponents, even, odd, WARPS: gl.constexpr):
     field = gl.minimum(exponents.to(gl.int32) + 104, 255) << 7
-    scale = _spread(field, D2 // 2, _WINDOW_GROUPS, _WINDOW)
+    scale = _spread(field, D2 // 2, window_groups(WARPS), window_words(WARPS))
     even.store(gl.inline_asm_elementwise(_E4M3_EVEN, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
     odd.store(gl.inline_asm_elementwise(_E4M3_ODD, "=r,r,r", [words, scale], dtype=gl.int32, is_pure=True, pack=1))
 
 
 @gluon.jit
-def _store_entries(words, scales, even, odd):
+def _store_entries(words, scales, even, odd, WARPS: gl.constexpr):
     # E4M3 bits to an fp32 number: 2^120, times 2^126 for the E2M1 bits, over SHRINK. Its upper half is exact.
     factor = (scales.to(gl.int32) << 20).to(gl.float32, bitcast=True) * 2.0**115 * 2.0**115
-    scale = _spread((factor.to(gl.int32, bitcast=True) >> 16) & 0xFFFF, D2 // 4, _ENTRY_GROUPS, _ENTRY)
+    scale = _spread((factor.to(gl.int32, bitcast=True) >> 16) & 0xFFFF, D2 // 4, entry_groups(WARPS), entry_words(WARPS))
     low, high = gl.inline_asm_elementwise(_E2M1_EVEN, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    even.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
+    even.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), entry_pairs(WARPS)))
     low, high = gl.inline_asm_elementwise(_E2M1_ODD, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
-    odd.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), _ENTRY_PAIRS))
+    odd.store(gl.convert_layout(gl.reshape(gl.join(low, high), [N, D2 // 2]), entry_pairs(WARPS)))
 
 
 @gluon.jit
@@ -184,7 +234,7 @@ def attend(
     buffer = 0
     for tile in range(begin, last_window):
         ke, ko = keys.index(buffer), keys.index(buffer + 1)
-        _store_window(words, exponents, _as_words(ke), _as_words(ko))
+        _store_window(words, exponents, _as_words(ke), _as_words(ko), 8)
         fence_async_shared()
         _barrier()
         words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(tile + 1 < last_window, W, 0), tile + 1)
@@ -192,7 +242,7 @@ def attend(
         buffer ^= 2
     for tile in range(first_entry, last_entry):
         ke, ko = keys.index(buffer), keys.index(buffer + 1)
-        _store_entries(pairs, scales, _as_words(ke), _as_words(ko))
+        _store_entries(pairs, scales, _as_words(ke), _as_words(ko), 8)
         fence_async_shared()
         _barrier()
         pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(tile + 1 < last_entry, K, 0), tile + 1)

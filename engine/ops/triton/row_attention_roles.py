@@ -1,4 +1,4 @@
-"""`row_attention_hopper` with roles: eight warps only fetch and decode rows, eight only multiply them.
+"""`row_attention_hopper` with roles: some warps only fetch and decode rows, eight only multiply them.
 
 Decoded tiles of 64 keys pass from one role to the other through two buffers in shared memory; two barriers a buffer say that it is full or
 may be filled again. So a tile is decoded while the one before it goes through scores, softmax and output, and not only beside the latter.
@@ -18,64 +18,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from engine.ops.triton.decode_formats import SHRINK
 from engine.ops.triton.row_attention_hopper import (
-    _ENTRY,
-    _ENTRY_GROUPS,
     _OUTPUT,
     _QUERY,
     _SCORES,
     _SHARED,
-    _WINDOW,
-    _WINDOW_GROUPS,
     D2,
-    ENTRY_BYTES,
     HEADS,
     R2,
-    WINDOW_BYTES,
     N,
     _as_words,
     _barrier,
     _index,
     _store_entries,
     _store_window,
+    entry_places,
+    load_entries,
+    load_window,
+    window_places,
 )
 
-# Registers of a thread that decodes; the threads that multiply get what is left of 65,536.
-DECODER_WARPS, DECODER_REGISTERS = gl.constexpr(8), gl.constexpr(80)
 
-
-@gluon.jit
-def _window_places(index_ptr, columns, tile):
-    """Indices of one tile of window rows, as its words and as its exponents lie among the threads."""
-    words = _index(index_ptr, columns, tile, gl.SliceLayout(1, _WINDOW))
-    return words, _index(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, _WINDOW_GROUPS)))
-
-
-@gluon.jit
-def _window_rows(rows_ptr, places, groups):
-    """Raw words int32 [N, 128] and exponents uint8 [N, 16] of the rows at those places."""
-    word = gl.expand_dims(gl.arange(0, D2 // 2, gl.SliceLayout(0, _WINDOW)), 0)
-    index = gl.expand_dims(places.to(gl.int64), 1)
-    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (WINDOW_BYTES // 4) + word, mask=index >= 0, other=0)
-    group = gl.expand_dims(gl.arange(0, D2 // 16, gl.SliceLayout(0, gl.SliceLayout(2, _WINDOW_GROUPS))), 0)
-    index = gl.expand_dims(groups.to(gl.int64), 1)
-    return words, gl.load(rows_ptr + index * WINDOW_BYTES + 2 * D2 + group, mask=index >= 0, other=0)
-
-
-@gluon.jit
-def _entry_places(index_ptr, columns, tile):
-    words = _index(index_ptr, columns, tile, gl.SliceLayout(1, _ENTRY))
-    return words, _index(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, _ENTRY_GROUPS)))
-
-
-@gluon.jit
-def _entry_rows(rows_ptr, places, groups):
-    """Raw words int32 [N, 64] and scales uint8 [N, 32]."""
-    word = gl.expand_dims(gl.arange(0, D2 // 4, gl.SliceLayout(0, _ENTRY)), 0)
-    index = gl.expand_dims(places.to(gl.int64), 1)
-    words = gl.load(rows_ptr.to(gl.pointer_type(gl.int32)) + index * (ENTRY_BYTES // 4) + word, mask=index >= 0, other=0)
-    group = gl.expand_dims(gl.arange(0, D2 // 8, gl.SliceLayout(0, gl.SliceLayout(2, _ENTRY_GROUPS))), 0)
-    index = gl.expand_dims(groups.to(gl.int64), 1)
-    return words, gl.load(rows_ptr + index * ENTRY_BYTES + D2 + group, mask=index >= 0, other=0)
+@gluon.constexpr_function
+def _registers(warps):
+    """Of a thread that decodes; the threads that multiply get what is left of 65,536."""
+    return 136 if warps == 4 else 80
 
 
 @gluon.jit
@@ -88,34 +54,35 @@ def _hand_over(full):
 
 @gluon.jit
 def _decode(
-    window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys, full, empty
+    window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys, full, empty,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Tiles begin..last_window of the window, then first_entry..last_entry, each into the buffer whose turn it is.
 
     Rows are asked for a tile ahead, their indices two: an address that has to be waited for would hold up everything behind it.
     """
     step = 0
-    places, groups = _window_places(window_index_ptr, gl.where(begin < last_window, W, 0), begin)
-    words, exponents = _window_rows(window_ptr, places, groups)
-    places, groups = _window_places(window_index_ptr, gl.where(begin + 1 < last_window, W, 0), begin + 1)
+    places, groups = window_places(window_index_ptr, gl.where(begin < last_window, W, 0), begin, WARPS)
+    words, exponents = load_window(window_ptr, places, groups, WARPS)
+    places, groups = window_places(window_index_ptr, gl.where(begin + 1 < last_window, W, 0), begin + 1, WARPS)
     for tile in range(begin, last_window):
         buffer = step & 1
         mbarrier.wait(empty.index(buffer), ((step >> 1) & 1) ^ 1)
-        _store_window(words, exponents, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)))
+        _store_window(words, exponents, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)), WARPS)
         _hand_over(full.index(buffer))
-        words, exponents = _window_rows(window_ptr, places, groups)
-        places, groups = _window_places(window_index_ptr, gl.where(tile + 2 < last_window, W, 0), tile + 2)
+        words, exponents = load_window(window_ptr, places, groups, WARPS)
+        places, groups = window_places(window_index_ptr, gl.where(tile + 2 < last_window, W, 0), tile + 2, WARPS)
         step += 1
-    places, groups = _entry_places(entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry)
-    pairs, scales = _entry_rows(entry_ptr, places, groups)
-    places, groups = _entry_places(entry_index_ptr, gl.where(first_entry + 1 < last_entry, K, 0), first_entry + 1)
+    places, groups = entry_places(entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry, WARPS)
+    pairs, scales = load_entries(entry_ptr, places, groups, WARPS)
+    places, groups = entry_places(entry_index_ptr, gl.where(first_entry + 1 < last_entry, K, 0), first_entry + 1, WARPS)
     for tile in range(first_entry, last_entry):
         buffer = step & 1
         mbarrier.wait(empty.index(buffer), ((step >> 1) & 1) ^ 1)
-        _store_entries(pairs, scales, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)))
+        _store_entries(pairs, scales, _as_words(keys.index(2 * buffer)), _as_words(keys.index(2 * buffer + 1)), WARPS)
         _hand_over(full.index(buffer))
-        pairs, scales = _entry_rows(entry_ptr, places, groups)
-        places, groups = _entry_places(entry_index_ptr, gl.where(tile + 2 < last_entry, K, 0), tile + 2)
+        pairs, scales = load_entries(entry_ptr, places, groups, WARPS)
+        places, groups = entry_places(entry_index_ptr, gl.where(tile + 2 < last_entry, K, 0), tile + 2, WARPS)
         step += 1
 
 
@@ -205,9 +172,9 @@ def _multiply(
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr, DECODERS: gl.constexpr,
 ):  # fmt: skip
-    """The arguments of `row_attention_hopper.attend`, eight warps of its own."""
+    """DECODERS: warps that decode, four or eight, beside eight that multiply. All else is as in `row_attention_hopper.attend`."""
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K
@@ -237,10 +204,10 @@ def attend(
                 _decode,
                 (
                     window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys,
-                    full, empty,
+                    full, empty, DECODERS,
                 ),
             ),
         ],
-        [DECODER_WARPS],
-        [DECODER_REGISTERS],
+        [DECODERS],
+        [_registers(DECODERS)],
     )  # fmt: skip
