@@ -44,6 +44,7 @@ class FakeKV:
         self.num_blocks = limits.num_blocks
         self.num_state_slots = limits.num_state_slots
         self.window = window
+        self.num_encoder_layers = 1
         self.ring_rows = window + 6 + block_size + limits.keep_tokens
         self.state_bytes = window * 8
         garbage = np.random.default_rng(7).integers(100, 200, (limits.num_blocks, block_size))
