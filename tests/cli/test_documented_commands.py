@@ -147,9 +147,19 @@ def test_a_cheap_line_does_what_it_is_there_for(
     assert ran.out.strip() or ran.err.strip()
 
 
+@pytest.fixture(scope="module")
+def compiled_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home that all lines share, so that the compiled CPU step is built once and not once a line, one build beside the next."""
+    return tmp_path_factory.mktemp("home")
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("line", lines_run("here, slow"))
-def test_a_line_that_loads_a_model_does_what_it_is_there_for(line: str, dix: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_loads_a_model_does_what_it_is_there_for(
+    line: str, dix: Callable[..., Any], compiled_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIX_HOME", str(compiled_home))
     monkeypatch.chdir(ROOT)
     ran = dix(*shlex.split(line)[1:])
     assert ran.code == 0, ran.err
