@@ -55,8 +55,12 @@ struct Share {
     int begin, end;
 };
 template <int kThreads>
+__host__ __device__ __forceinline__ int share_size(int count) {
+    return (count + kThreads - 1) / kThreads | 1;
+}
+template <int kThreads>
 __device__ __forceinline__ Share share_of(int count) {
-    const int size = (count + kThreads - 1) / kThreads | 1, begin = static_cast<int>(threadIdx.x) * size, end = begin + size;
+    const int size = share_size<kThreads>(count), begin = static_cast<int>(threadIdx.x) * size, end = begin + size;
     return {begin < count ? begin : count, end < count ? end : count};
 }
 

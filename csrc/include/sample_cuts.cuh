@@ -13,10 +13,12 @@ constexpr int kBins = 1 << kDigitBits;  // 31 bits of a positive number: digits 
 template <int kThreads>
 struct alignas(16) CutBoard {
     unsigned counts[kBins], masses[kBins];
+    uint64_t sums[kBins];  // of all blocks, at rank 0
     uint64_t buffer[kThreads];
     uint32_t scratch[kThreads / 32];
+    int level_scratch[kThreads / 32];
     uint32_t ties[kPieces];
-    int64_t found[3];  // digit, count and weight before it
+    int64_t found[4];  // digit, count and weight before it, how many have it
     int cut_id;
 };
 
@@ -35,35 +37,42 @@ __device__ __forceinline__ void for_exponentials(const Piece& piece, Use use) {
     }
 }
 
-// By the block of rank 0: the bin in which a filter ends, told to all. The counts of all blocks are complete.
+// Adds up the bins of all blocks, an eighth of them by each, in the memory of the first. Neighbours read neighbours: other orders meet in banks.
+template <int kThreads>
+__device__ __forceinline__ void add_up(CutBoard<kThreads>& board) {
+    constexpr int kSlice = kBins / kPieces;
+    for (int bin = cluster_rank() * kSlice + static_cast<int>(threadIdx.x); bin < (cluster_rank() + 1) * kSlice; bin += kThreads) {
+        unsigned count = 0, mass = 0;
+#pragma unroll
+        for (int rank = 0; rank < kPieces; ++rank) {
+            count += *of_rank(&board.counts[bin], rank);
+            mass += *of_rank(&board.masses[bin], rank);
+        }
+        *of_rank(&board.sums[bin], 0) = static_cast<uint64_t>(mass) << 32 | count;  // neither reaches 2^32
+    }
+}
+
+// By the block of rank 0, when all is added up: the bin in which a filter ends, told to all.
 template <int kThreads>
 __device__ __forceinline__ void find_bin(CutBoard<kThreads>& board, int bins, int64_t count_before, int64_t mass_before, int64_t count_limit,
                                          int64_t most) {
     constexpr int kMine = kBins / kThreads;
     const int first = static_cast<int>(threadIdx.x) * kMine;
-    unsigned counts[kMine] = {}, masses[kMine] = {};
-    for (int rank = 0; rank < kPieces; ++rank) {
-        const unsigned *their_counts = of_rank(board.counts, rank), *their_masses = of_rank(board.masses, rank);
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-            counts[i] += their_counts[first + i];
-            masses[i] += their_masses[first + i];
-        }
-    }
-    uint64_t both = 0;  // count and weight in one number: neither reaches 2^32
-    for (int i = 0; i < kMine; ++i) both += static_cast<uint64_t>(masses[i]) << 32 | counts[i];
+    uint64_t both = 0;
+    for (int i = 0; i < kMine; ++i) both += board.sums[first + i];
     const uint64_t before = sum_before<kThreads>(both, board.buffer);
     int64_t count_here = count_before + static_cast<int64_t>(before & 0xFFFFFFFFu), mass_here = mass_before + static_cast<int64_t>(before >> 32);
     for (int i = 0; i < kMine; ++i) {
-        const int64_t count_after = count_here + counts[i], mass_after = mass_here + masses[i];
+        const int64_t count = board.sums[first + i] & 0xFFFFFFFFu, mass = static_cast<int64_t>(board.sums[first + i] >> 32);
         const bool open = count_here < count_limit && mass_here <= most;
-        if (open && counts[i] != 0 && (count_after >= count_limit || mass_after > most)) {
+        if (open && count != 0 && (count_here + count >= count_limit || mass_here + mass > most)) {
             set_all<kPieces>(&board.found[0], int64_t{bins - 1 - (first + i)});
             set_all<kPieces>(&board.found[1], count_here);
             set_all<kPieces>(&board.found[2], mass_here);
+            set_all<kPieces>(&board.found[3], count);
         }
-        count_here = count_after;
-        mass_here = mass_after;
+        count_here += count;
+        mass_here += mass;
     }
 }
 
@@ -72,6 +81,14 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
     const int thread = threadIdx.x, rank = cluster_rank();
     const int64_t most = p.top_p[row], count_limit = p.top_k[row];
     if (most >= (int64_t{1} << 32) && count_limit >= p.num_ids) return {0, kNoId};
+    // Every thread has an id of at least `least`: with top_k of them or more, none below it stays, and none below it needs to be counted.
+    int largest = 0;
+    for_exponentials<kThreads>(piece, [&](int, float e) {
+        const int level = bits_of(e * per_sum);
+        largest = level > largest ? level : largest;
+    });
+    const int common = over_block<kThreads>(largest, board.level_scratch, [](int a, int b) { return a < b ? a : b; });
+    const int least = count_limit <= kThreads ? common : 0;
     int prefix = 0;
     int64_t count_before = 0, mass_before = 0;
     for (int shift = 20; shift >= 0; shift = shift == 20 ? 9 : shift - 9) {
@@ -82,7 +99,7 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
         for_exponentials<kThreads>(piece, [&](int place, float e) {
             const float value = e * per_sum;
             const int level = bits_of(value);
-            if ((level >> (shift + bits)) != prefix || place >= piece.count) return;
+            if (level >> shift < least >> shift || (level >> (shift + bits)) != prefix || place >= piece.count) return;
             const int bin = bins - 1 - (level >> shift & (bins - 1));  // the most probable first
             atomic_add_shared(&board.counts[bin], 1u);
             const unsigned weight = fixed_point(value);
@@ -90,13 +107,17 @@ __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piec
         });
         sync_block();
         sync_told();
+        add_up(board);
+        sync_cluster(true);
         if (rank == 0) find_bin<kThreads>(board, bins, count_before, mass_before, count_limit, most);
         sync_cluster(rank == 0);
         if (board.found[0] < 0) return {0, kNoId};  // in the first round only: everything stays
         prefix = prefix << bits | static_cast<int>(board.found[0]);
         count_before = board.found[1];
         mass_before = board.found[2];
+        const bool alone = board.found[3] == 1;
         sync_block();
+        if (alone) return {(prefix << shift) - 1, kNoId};  // the id in which the filter ends has these digits for itself, and stays
     }
     // How many ids of exactly this probability stay: those with fewer than top_k before them and at most top_p of weight.
     const int64_t weight = fixed_point(value_of(prefix));

@@ -56,7 +56,7 @@ struct Piece {
     __device__ __forceinline__ float4& vector(int v) const { return reinterpret_cast<float4*>(values)[v]; }
 };
 
-__device__ __forceinline__ int piece_size(int num_ids) { return (num_ids + 4 * kPieces - 1) / (4 * kPieces) * 4; }
+__host__ __device__ __forceinline__ int piece_size(int num_ids) { return (num_ids + 4 * kPieces - 1) / (4 * kPieces) * 4; }
 
 __device__ __forceinline__ Piece piece_of(const SampleRows& p, float* values) {
     const int size = piece_size(p.num_ids), begin = cluster_rank() * size, left = p.num_ids - begin;

@@ -19,7 +19,8 @@ struct alignas(16) Board {
     int time_ids[kPieces], id_scratch[kThreads / 32];
     uint32_t weights[kPieces], weight_scratch[kThreads / 32];
     uint32_t buffer[kThreads];
-    int found;
+    int64_t left;
+    int share, found;
 };
 
 template <int kThreads>
@@ -216,16 +217,23 @@ __device__ __forceinline__ int invert(const Piece& piece, int64_t number, float 
     const auto weight = [&](int place) { return fixed_point(piece.values[place] * per_sum); };
     uint32_t mine = 0;
     for (int place = share.begin; place < share.end; ++place) mine += weight(place);
-    if (threadIdx.x == 0) board.found = piece.begin + piece.count - 1;
-    const int64_t before = sum_before<kThreads>(mine, board.buffer);
-    if (before <= left && left < before + mine) {
-        int place = share.begin;
-        for (int64_t passed = before; place < share.end; ++place) {
-            passed += weight(place);
-            if (passed > left) break;
-        }
-        board.found = piece.begin + place;
+    if (threadIdx.x == 0) {
+        board.found = piece.begin + piece.count - 1;
+        board.share = 0;
+        board.left = -1;
     }
+    const int64_t before = sum_before<kThreads>(mine, board.buffer);
+    // The share in which it falls is looked through by all threads at once: it is not longer than they are many.
+    if (before <= left && left < before + mine) {
+        board.share = share.begin;
+        board.left = left - before;
+    }
+    sync_block();
+    const int place = board.share + static_cast<int>(threadIdx.x);
+    const bool inside = static_cast<int>(threadIdx.x) < share_size<kThreads>(piece.count) && place < piece.count;
+    const uint32_t own = inside ? weight(place) : 0;
+    const int64_t passed = sum_before<kThreads>(own, board.buffer);
+    if (passed <= board.left && board.left < passed + own) board.found = piece.begin + place;
     sync_block();
     return board.found;
 }
@@ -278,10 +286,11 @@ extern "C" int dix_sample_rows(const dix::SampleRows* p, int threads, void* stre
     const auto s = static_cast<cudaStream_t>(stream);
     if (p->num_ids < 1) return cudaErrorInvalidValue;
     if (p->num_rows == 0) return cudaSuccess;
-    const int size = (p->num_ids + 4 * kPieces - 1) / (4 * kPieces) * 16, grid = p->num_rows * kPieces;
+    const int piece = piece_size(p->num_ids), grid = p->num_rows * kPieces;
 #define DIX_DRAW(count)                                                                                                       \
     if (threads == count) {                                                                                                   \
-        const int bytes = sizeof(Board<count>) + (p->top_p != nullptr ? sizeof(CutBoard<count>) : 0) + size;                  \
+        if (share_size<count>(piece) > count) return cudaErrorInvalidValue;                                                   \
+        const int bytes = sizeof(Board<count>) + (p->top_p != nullptr ? sizeof(CutBoard<count>) : 0) + piece * 4;                  \
         /* The attribute belongs to the device, not to the process. */                                                        \
         const int status = cudaFuncSetAttribute(draw_rows<count>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);        \
         if (status != cudaSuccess) return status;                                                                             \

@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t find_threshold(const float* values, int coun
         largest = key > largest ? key : largest;
     }
     uint32_t least = over_block<kThreads>(largest, board.scratch, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
-    if (k > kThreads || least <= kNothing) least = kNothing + 1;
+    if (k > kThreads) least = 0;
     uint32_t prefix = 0;
     int before = 0;
     for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {
@@ -92,7 +92,8 @@ __device__ __forceinline__ uint32_t find_threshold(const float* values, int coun
 #pragma unroll 8
         for (int i = thread; i < count; i += kThreads) {
             const uint32_t key = ordered(values[i]);
-            if (key >= least && (shift == 21 || key >> (shift + bits) == prefix)) {
+            // As far as the digits of this round go: what has the same ones is all counted.
+            if (key > kNothing && key >> shift >= least >> shift && (shift == 21 || key >> (shift + bits) == prefix)) {
                 atomic_add_shared(&board.bins[bins - 1 - (key >> shift & (bins - 1))], 1u);  // the best first
             }
         }

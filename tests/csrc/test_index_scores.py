@@ -30,8 +30,8 @@ def test_every_entry_gets_the_score_of_the_definition(run, heads, width):
     problem = Problem("cpu", lens, heads=heads, width=width)
     got = score(run, problem)
     if (heads, width) == (32, 128):
-        for stages, residents in ((4, 3), (8, 3), (8, 4)):
-            other = score(run, problem, tuning=ScoreTuning(stages, residents))
+        for tuning in (ScoreTuning(4, 3), ScoreTuning(8, 3), ScoreTuning(8, 4), ScoreTuning(4, 4, 0, True), ScoreTuning(4, 5, 1, True)):
+            other = score(run, problem, tuning=tuning)
             assert all(torch.equal(other[row, :count], got[row, :count]) for row, count in enumerate(lens))
     for row, count in enumerate(lens):
         wanted = problem.scores(row)

@@ -78,6 +78,17 @@ def test_a_filter_among_ties_keeps_the_lower_ids(run):
         assert ids.tolist() == SAMPLE_ROWS.reference(logits, last, 900)[0].tolist()
 
 
+def test_ids_just_below_what_every_thread_has_do_not_pass_a_filter(run):
+    """The most probable ids one for each thread, the others so close that the first digits are the same."""
+    logits = torch.full((1, 4096), 1.0)
+    logits[0, : 4 * 128 : 4] = 1.01
+    for k in (60, 128):
+        filters = Filters(torch.tensor([2 * FIXED_ONE]), torch.tensor([k], dtype=torch.int32), torch.zeros(1))
+        last = Draws(torch.ones(1), torch.tensor([Mode.INVERSE], dtype=torch.int32), torch.tensor([2**53 - 1]), filters)
+        ids, _ = run_rows(run, 0, logits, last, 4096)
+        assert ids.tolist() == SAMPLE_ROWS.reference(logits, last, 4096)[0].tolist()
+
+
 def test_ties_go_to_the_lower_id_and_draws_follow_the_distribution(run):
     logits = torch.full((3, 700), -torch.inf)
     logits[:, [40, 333, 690]] = 2.0

@@ -36,6 +36,15 @@ def test_picks_are_the_set_of_the_reference_in_ascending_order(run, columns, k, 
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
+def test_scores_just_below_what_every_thread_has_are_not_picked(run, blocks):
+    """As many above the rest as there are threads, one for each, and the rest so close that the first digits are the same."""
+    scores = torch.full((1, 1024 * blocks), 1.001)
+    scores[0, :256] = 1.005
+    for k in (200, 256):
+        assert agrees(run, scores, k, blocks=blocks)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
 def test_ties_go_to_the_lower_index_across_threads_and_blocks(run, blocks):
     torch.manual_seed(0)
     scores = torch.cat((torch.randint(0, 3, (3, 700)).float(), torch.zeros(1, 700)))
@@ -81,6 +90,8 @@ def test_signs_zeros_and_extremes_are_ordered_as_numbers(values, k):
 
 
 def test_rows_are_divided_so_that_the_device_is_busy_and_no_block_idle():
-    assert Division.of(1, 65_536, 132).blocks == Division.of(64, 65_536, 132).blocks == 8
+    assert Division.of(1, 65_536, 132).blocks == Division.of(33, 65_536, 132).blocks == 8
+    assert Division.of(64, 65_536, 132).blocks == 4
     assert Division.of(1, 4096, 132).blocks == 2
-    assert Division.of(4096, 65_536, 132).blocks == Division.of(1, 500, 132).blocks == 1
+    assert Division.of(4096, 16_384, 132).blocks == Division.of(1, 500, 132).blocks == 1
+    assert Division.of(4096, 65_536, 132).blocks == 4  # shared memory holds a quarter of a row

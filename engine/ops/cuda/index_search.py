@@ -16,6 +16,7 @@ from engine.ops.cuda.select_topk import select_rows
 from engine.ops.index_search import IndexQuery, PagedIndexKeys, padded_heads
 
 _ENTRIES = 64  # of one step of a thread block
+_WORTHWHILE = 32 * _ENTRIES  # entries of a thread block that outweigh its beginning
 _SHAPES = frozenset({(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)})  # heads and width, as listed in csrc/kernels/index_scores.cu
 
 
@@ -24,12 +25,20 @@ class ScoreTuning:
     """How scores are computed; no choice changes a result. Which stages and residents exist, csrc/kernels/index_scores.cu says.
 
     stages: tiles of keys under way in a warp. residents: thread blocks whose registers fit a multiprocessor. waves: as many thread blocks
-    as fit the device, so many times: more of them even out rows of different lengths.
+    as fit the device, so many times: more of them even out rows of different lengths, but each begins by reading the query. 0: by size.
+    groups: products by warpgroups of SM90, of 32 heads of width 128.
     """
 
     stages: int = 4
     residents: int = 4
-    waves: int = 2
+    waves: int = 0
+    groups: bool = False
+
+    def programs(self, rows: int, columns: int, num_processors: int) -> int:
+        """Thread blocks that share a row."""
+        at_once = num_processors * self.residents
+        waves = self.waves or (4 if rows * columns >= at_once * 4 * _WORTHWHILE else 1)
+        return max(1, min(-(-columns // _ENTRIES), at_once * waves // max(1, rows)))
 
 
 def launch(
@@ -70,8 +79,7 @@ def scores_of(
     num_rows, heads, width = q.shape
     out = torch.empty(num_rows, columns, device=q.device)
     chosen = None if allowed is None else allowed[rows]
-    most = run.num_processors * tuning.residents * tuning.waves
-    programs = max(1, min(-(-columns // _ENTRIES), most // max(1, num_rows)))
+    programs = tuning.programs(num_rows, columns, run.num_processors)
     arguments = ScoreArguments(
         q=q.data_ptr(),
         weights=weights.data_ptr(),
@@ -92,6 +100,7 @@ def scores_of(
         log_per_block=keys.per_block.bit_length() - 1,
         log_size=block_size.bit_length() - 1,
         programs=programs,
+        groups=tuning.groups,
         stages=tuning.stages,
         residents=tuning.residents,
     )

@@ -54,10 +54,8 @@ class ScoreArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "weights", "seq", "count", "allowed", "blocks", "table", "out")),
         *((name, ctypes.c_int64) for name in ("block_bytes", "offset", "table_stride", "out_stride")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("num_rows", "num_heads", "width", "num_allowed", "log_per_block", "log_size", "programs", "stages", "residents")
-        ),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "width", "num_allowed", "log_per_block", "log_size")),
+        *((name, ctypes.c_int) for name in ("programs", "groups", "stages", "residents")),
     ]
 
 

@@ -13,7 +13,8 @@ from engine.ops.cuda.packed_gemm import machine
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws
 from engine.ops.triton.fallback import warn_once
 
-_THREADS = 256  # of a block; three blocks with their logits fit a multiprocessor at 129,280 ids
+# Threads of a block. At 129,280 ids three blocks with their logits fit a multiprocessor, two with what filters need.
+_THREADS, _FILTER_THREADS = 256, 512
 MOST_IDS = 8 * 48 * 1024  # eight blocks of a cluster, 192 KiB of logits each
 
 
@@ -26,8 +27,8 @@ def launch(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
     return run_rows(*machine(logits.device), logits, draws, num_ids)
 
 
-def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: int, threads: int = _THREADS) -> tuple[Tensor, Tensor]:
-    """`launch` with the kernels given, which may be the emulated ones. threads: of a block, 128, 256 or 512."""
+def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: int, threads: int = 0) -> tuple[Tensor, Tensor]:
+    """`launch` with the kernels given, which may be the emulated ones. threads: of a block, 128, 256 or 512; 0 for the best."""
     rows, device = logits.shape[0], logits.device
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
     assert logits.stride(1) == 1, f"rows are not contiguous: {logits.stride()}"
@@ -47,5 +48,6 @@ def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: i
     if draws.filters is not None:
         kept = [part.contiguous() for part in (draws.filters.top_p, draws.filters.top_k, draws.filters.min_p)]
         arguments.top_p, arguments.top_k, arguments.min_p = (part.data_ptr() for part in kept)
+    threads = threads or (_THREADS if draws.filters is None else _FILTER_THREADS)
     check_launch(run.sample(ctypes.byref(arguments), threads, stream), "sample_rows")
     return ids, best

@@ -11,8 +11,6 @@ from torch import Tensor
 from engine.ops.cuda.device import has_clusters
 from engine.ops.cuda.library import Kernels, SelectArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
-from engine.ops.select_topk import SELECT_TOPK
-from engine.ops.triton.fallback import warn_once
 
 _MOST_ROOM = 16 * 1024  # scores in the shared memory of a block: three blocks fit a multiprocessor
 _LEAST_PIECE = 2048  # scores that are worth a block
@@ -27,18 +25,22 @@ class Division:
 
     @staticmethod
     def of(rows: int, columns: int, num_processors: int) -> Division:
-        """As many blocks as keep the device busy, unless they had nothing to do."""
+        """As many blocks as keep the device busy with two each, unless they had nothing to do, or shared memory did not hold the row."""
         blocks = 8
-        while blocks > 1 and (rows * blocks > 8 * num_processors or columns < blocks * _LEAST_PIECE):
+        while (
+            blocks > 1 and (rows * blocks > 2 * num_processors or columns < blocks * _LEAST_PIECE) and blocks // 2 * _MOST_ROOM >= columns
+        ):
             blocks //= 2
         return Division(512 if blocks == 8 else 256, blocks)
 
 
 def launch(scores: Tensor, k: int) -> Tensor:
-    """The op `select_topk` on the current CUDA device: the same set, in ascending order. The reference where there are no clusters."""
-    if not has_clusters(scores.device):
-        warn_once("select_topk", "clusters of thread blocks need SM90")
-        return SELECT_TOPK.reference(scores, k)
+    """The op `select_topk` on the current CUDA device: the same set, in ascending order. The Triton twin where there are no clusters, and
+    for rows that one does not hold, of which it reads less."""
+    if not has_clusters(scores.device) or scores.shape[1] > 8 * _MOST_ROOM:
+        from engine.ops.triton import select_topk as portable
+
+        return portable.launch(scores, k)
     return select_rows(*machine(scores.device), scores if scores.stride(1) == 1 else scores.contiguous(), k, dtype=torch.int64)
 
 
