@@ -19,7 +19,7 @@ from hicache.policy import restore_cap
 from hicache.replay import ReplayMode
 from tests.engine.bench_replay import Trial, make_runner
 from tests.engine.simulation import run_ranks
-from tests.engine.test_batch_invariance import answer
+from tests.engine.test_batch_invariance import GPU, answer
 from tests.engine.test_batch_invariance import settings as invariant
 from tests.engine.test_context_parallel import KEEP, serve
 
@@ -38,14 +38,15 @@ def edited_prompts(lengths: tuple[int, ...], kept: int) -> list[list[int]]:
     return [trunk, *(trunk[:kept] + [rng.randrange(20, 4000) for _ in range(length - kept)] for length in lengths[1:])]
 
 
-def test_exact_replay_of_the_embedded_model_gives_the_bits_of_a_full_prefill(tiny: str) -> None:
+@pytest.mark.parametrize("path", [pytest.param({}, id="compiled"), pytest.param({"device": "cuda"}, id="graphs", marks=GPU)])
+def test_exact_replay_of_the_embedded_model_gives_the_bits_of_a_full_prefill(tiny: str, path: dict[str, str]) -> None:
     """In batch-invariant mode, which promises them. The third prompt finds the state that the replay of the second has left."""
     prompts = edited_prompts((1400, 1400, 1350), kept=1100)
     found: dict[str, list[Any]] = {}
     for mode in ("off", "exact"):
-        config = invariant(tiny, spec=False, max_num_seqs=4, num_blocks=60)
+        config = invariant(tiny, spec=False, max_num_seqs=4, num_blocks=60, **path)
         engine = Engine(config, HiCacheConfig(size_gb=0.05, replay=mode, audit="full"))
-        assert engine.runner.native.wait()  # type: ignore[attr-defined]
+        assert path or engine.runner.native.wait()  # type: ignore[attr-defined]
         rows: list[torch.Tensor] = []
         found[mode] = [answer(engine, ids, str(number), rows) for number, ids in enumerate(prompts)]
         found[f"{mode} rows"] = [row for part in rows for row in part]

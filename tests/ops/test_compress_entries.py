@@ -140,3 +140,22 @@ def test_index_queries_are_rotated_and_rounded(device, kernels, heads, width):
 def test_fp32_runs_the_reference(device, kernels):
     q, rot = torch.randn(2, 4, 32, device=device), angles(2, 8, device)
     assert torch.equal(kernels.queries(q.clone(), rot), INDEX_QUERIES.reference(q.clone(), rot))
+
+
+def test_entries_that_nobody_wants_share_a_row_and_leave_the_others_alone(device, kernels):
+    """A replay sends the entries that the cache has already to the dummy block."""
+    count, width, key_width = 20, 64, 32
+    projected, norm = torch.randn(count, width, device=device).bfloat16(), torch.ones(width, device=device).bfloat16()
+    weight = torch.randn(key_width, width, device=device).bfloat16()
+    wanted = torch.arange(count, device=device) >= 17
+    rows = torch.where(wanted, torch.arange(count, device=device), 0)
+    block, place = wanted.long() * 2, torch.arange(count, device=device) % PER_BLOCK
+    caches = [Caches(count, width, key_width, device) for _ in range(2)]
+    for run, cache in zip((kernels.compress, COMPRESS_ENTRIES.reference), caches, strict=True):
+        keys = IndexKeys(weight, norm[:key_width], IndexPlaces(cache.blocks, OFFSET, PER_BLOCK, block, place))
+        run(projected, None, norm, EPS, angles(count, 8, device), cache.rows, rows, keys)
+    nearly(*(cache.entries()[17:] for cache in caches))
+    nearly(*(cache.keys(block[17:], place[17:]) for cache in caches))
+    assert all((cache.rows[1:17] == 0).all() for cache in caches)
+    assert all((cache.blocks[1] == 0).all() for cache in caches)
+    assert all(cache.entries()[0].isfinite().all() for cache in caches)
