@@ -31,9 +31,9 @@ def boundary(setting: Setting) -> dict[str, Forms]:
     from engine.ops.triton.hyper_boundary import Division, launch
 
     tried = [
-        Division(64, 64, 40, 1024), Division(64, 64, 80, 1024), Division(64, 64, 40, 1024, True), Division(64, 64, 40, 1024, True, 4, 4),
-        Division(64, 128, 20, 1024, True), Division(128, 64, 40, 1024, True, 4, 4), Division(128, 64, 40, 1024, True, 8, 4),
-        Division(128, 64, 80, 1024, True, 8, 4), Division(128, 128, 20, 1024, True, 8), Division(64, 64, 80, 1024, True, 4, 4),
+        Division(64, 64, 40, 1024), Division(64, 64, 40, 1024, True, 4, 4), Division(64, 64, 80, 1024, True, 4, 4),
+        Division(64, 64, 160, 1024, True, 4, 4), Division(128, 64, 80, 1024, True, 8, 4), Division(64, 64, 80, 1024, True, 4, 5),
+        Division(64, 64, 80, 2048, True, 4, 4),
     ]  # fmt: skip
     rows = 2 if setting.small else 4096
     sets = boundary_inputs(setting, rows, 1)
@@ -79,9 +79,8 @@ def compress(setting: Setting) -> dict[str, Forms]:
     for tokens in (8,) if setting.small else (8, 4096):
         problem = compress_problem(setting, tokens)
         tried = [
-            Tuning(), Tuning(entries=1), Tuning(entries=4), Tuning(entries=4, warps=8), Tuning(entries=1, warps=2), Tuning(keys=32),
-            Tuning(key_warps=4), Tuning(keys=32, key_warps=4), Tuning(keys=64, step=64), Tuning(step=256, stages=2),
-            Tuning(step=64, stages=4),
+            Tuning(), Tuning(entries=2), Tuning(entries=4), Tuning(entries=4, warps=8), Tuning(warps=2), Tuning(keys=32),
+            Tuning(key_warps=8), Tuning(keys=32, key_warps=8), Tuning(step=256, stages=2), Tuning(step=64, stages=4),
         ]  # fmt: skip
 
         def form(tuning: Tuning, problem=problem) -> tuple[Sequence[Call], Callable[[], float]]:

@@ -143,10 +143,10 @@ class Tuning:
     a product, and its warps. step: channels of the product at a time.
     """
 
-    entries: int = 2
+    entries: int = 1
     warps: int = 4
     keys: int = 16
-    key_warps: int = 8
+    key_warps: int = 4
     step: int = 128
     stages: int = 3
 

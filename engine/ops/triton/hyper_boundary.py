@@ -21,6 +21,7 @@ from engine.ops.triton.interpreter import INTERPRETED
 
 STREAMS = 4
 _WIDTH = 32  # columns of a line of parts; 24 are used
+_MANY_ROWS = 2048  # from here on long programs fill the machine, and splitting the mixing matrix once pays (measured at 4,096)
 _FEW_ROWS = 264  # two for every multiprocessor of the largest machine measured
 
 
@@ -192,7 +193,9 @@ def division(rows: int) -> Division:
         return Division(16, 128, 2, chunk)
     if rows <= 512:
         return Division(16, 128, 8, chunk)
-    return Division(64, 64, 40, chunk)
+    if rows < _MANY_ROWS:
+        return Division(64, 64, 40, chunk)
+    return Division(64, 64, 80, chunk, terms=True, stages=4)
 
 
 # Of batch-invariant mode: near the best for decode steps, while prefill reads the mixing matrix four times as often as it could.
