@@ -13,18 +13,24 @@ constexpr int kVectors = 2;  // vectors of output channels per pass over the key
 constexpr int kVectors = 1;
 #endif
 
-// out[key] = q . key for as many heads as V has lanes. q: [dim, lanes]. One sum in ascending order: some fake-quantised window keys of the
+// out[key] = q . key for as many heads as V has lanes. q: [dim, lanes]; `next`, keys of a later call, are fetched meanwhile. One sum in ascending order: some fake-quantised window keys of the
 // reference vectors lie on a rounding edge, and the reference's own side of it is the one that this order reaches. Check them after a change.
 template <class V>
-void score(const float* q, const float* const* keys, int dim, V* out) {
-    constexpr int kWidth = sizeof(V) / sizeof(float);
+void score(const float* q, const float* const* keys, const float* const* next, int dim, V* out) {
+    constexpr int kWidth = sizeof(V) / sizeof(float), kLine = 16;
     V total[kKeys] = {};
-    for (int d = 0; d < dim; ++d) {
-        const V query = load<V>(q + d * kWidth);
-        for (int j = 0; j < kKeys; ++j) total[j] = fma(query, splat<V>(keys[j][d]), total[j]);
+    for (int line = 0; line < dim; line += kLine) {
+        for (int j = 0; j < kKeys; ++j) __builtin_prefetch(next[j] + line);
+        for (int d = line; d < line + kLine; ++d) {
+            const V query = load<V>(q + d * kWidth);
+            for (int j = 0; j < kKeys; ++j) total[j] = fma(query, splat<V>(keys[j][d]), total[j]);
+        }
     }
     for (int j = 0; j < kKeys; ++j) out[j] = total[j];
 }
+
+// The keys behind a group, or the group itself at the end of a list.
+const float* const* following(const float* const* keys, int k, int count) { return keys + (k + kKeys < count ? k + kKeys : k); }
 
 // Weighted sum of keys for kLanes heads, channels [first, first + 16 * kVectors). weights: kLanes per key, at a distance of `stride`.
 void weigh(const float* weights, int stride, const float* const* keys, int count, int first, F16 out[kLanes][kVectors]) {
@@ -133,7 +139,7 @@ void attend(const AttentionShape& shape, const float* q, const KeyList& list, At
         const float* query = q + int64_t(head) * shape.head_dim;
         for (int k = 0; k < list.count; k += kKeys) {
             F8 scores[kKeys];
-            score(query, list.keys + k, shape.head_dim, scores);
+            score(query, list.keys + k, following(list.keys, k, list.count), shape.head_dim, scores);
             std::memcpy(weights + k * kLanes, scores, sizeof scores);
         }
         const F8 total = soften(weights, list.count, load<F8>(shape.sink + head), scale);
@@ -158,7 +164,7 @@ void attend(const AttentionShape& shape, const float* const q[2], const KeyList 
         beside(q[0] + from, q[1] + from, shape.head_dim, query);
         for (int k = 0; k < all.count; k += kKeys) {
             F16 scores[kKeys];
-            score(query, all.keys + k, shape.head_dim, scores);
+            score(query, all.keys + k, following(all.keys, k, all.count), shape.head_dim, scores);
             std::memcpy(weights + k * kBoth, scores, sizeof scores);
         }
         const F8 sink = load<F8>(shape.sink + head);
@@ -171,15 +177,15 @@ void attend(const AttentionShape& shape, const float* const q[2], const KeyList 
 
 namespace {
 
-// Relevance of the next kKeys keys to the rows side by side in V. q: [groups of heads, D, lanes of V]; weights: [groups, lanes of V].
+// Relevance of kKeys keys to the rows side by side in V, while the `next` ones are fetched. q: [groups of heads, D, lanes of V]; weights: [groups, lanes of V].
 template <class V>
-void relevance(const float* q, const float* weights, const float* const* keys, int heads, int dim, V* total) {
+void relevance(const float* q, const float* weights, const float* const* keys, const float* const* next, int heads, int dim, V* total) {
     constexpr int kWidth = sizeof(V) / sizeof(float);
     for (int j = 0; j < kKeys; ++j) total[j] = V{};
     for (int group = 0; group * kLanes < heads; ++group) {
         const V weight = load<V>(weights + group * kWidth);
         V products[kKeys];
-        score(q + int64_t(group) * dim * kWidth, keys, dim, products);
+        score(q + int64_t(group) * dim * kWidth, keys, next, dim, products);
         for (int j = 0; j < kKeys; ++j) total[j] = fma(weight, maximum(V{}, products[j]), total[j]);
     }
 }
@@ -198,7 +204,7 @@ void index_scores(const IndexRow& row, const float* const* keys, int heads, int 
     spread_weights(row.weights, heads, 0, 1, weights);
     for (int k = 0; k < row.count; k += kKeys) {
         F8 total[kKeys];
-        relevance(row.q, weights, keys + k, heads, dim, total);
+        relevance(row.q, weights, keys + k, following(keys, k, row.count), heads, dim, total);
         for (int j = 0; j < std::min(kKeys, row.count - k); ++j) row.scores[k + j] = sum(total[j]);
     }
 }
@@ -212,7 +218,7 @@ void index_scores(const IndexRow rows[2], const float* const* keys, int heads, i
     beside(rows[0].q, rows[1].q, groups * dim, q);
     for (int k = 0; k < most; k += kKeys) {
         F16 total[kKeys];
-        relevance(q, weights, keys + k, heads, dim, total);
+        relevance(q, weights, keys + k, following(keys, k, most), heads, dim, total);
         for (int j = 0; j < kKeys; ++j) {
             if (k + j < rows[0].count) rows[0].scores[k + j] = sum(low(total[j]));
             if (k + j < rows[1].count) rows[1].scores[k + j] = sum(high(total[j]));
@@ -222,30 +228,56 @@ void index_scores(const IndexRow rows[2], const float* const* keys, int heads, i
 
 namespace {
 
-// Bits that rise with the place in the ranking: the highest score and, among equals, the lowest index come first.
-uint64_t rank_bits(float score, int index) {
-    const float value = score + 0.0f;  // -0 and 0 are equal
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    bits = bits & 0x80000000u ? bits : ~bits & 0x7FFFFFFFu;
-    return uint64_t(bits) << 32 | uint32_t(index);
+constexpr uint32_t kExcluded = ~0u;
+
+// Bits that rise as scores fall; -inf is excluded.
+U16 rank_bits(F16 scores) {
+    const U16 bits = (U16)(scores + 0.0f);  // -0 and 0 are equal
+    const U16 ranks = (I16)bits < 0 ? bits : ~bits & 0x7FFFFFFFu;
+    return scores == -INFINITY ? U16{} + kExcluded : ranks;
+}
+
+// How many of ranks[0..count) are at most `limit`. count: a multiple of 16.
+int count_up_to(const uint32_t* ranks, int count, uint32_t limit) {
+    I16 total = {};
+    for (int i = 0; i < count; i += 16) total -= load<U16>(ranks + i) <= limit;
+    int sum = 0;
+    for (int lane = 0; lane < 16; ++lane) sum += total[lane];
+    return sum;
 }
 
 }  // namespace
 
-int select_top(const float* scores, int count, int limit, uint64_t* scratch, int32_t* picked) {
-    int found = 0;
-    for (int i = 0; i < count; ++i) {
-        if (scores[i] != -INFINITY) scratch[found++] = rank_bits(scores[i], i);
+int select_top(const float* scores, int count, int limit, uint32_t* ranks, int32_t* picked) {
+    const int whole = count / 16 * 16, size = (count + 15) / 16 * 16;
+    for (int i = 0; i < whole; i += 16) {
+        const U16 own = rank_bits(load<F16>(scores + i));
+        std::memcpy(ranks + i, &own, sizeof own);
     }
-    uint64_t last = ~uint64_t(0);
-    if (found > limit) {
-        std::nth_element(scratch, scratch + limit - 1, scratch + found);
-        last = scratch[limit - 1];
+    if (whole < count) {
+        F16 rest = splat<F16>(-INFINITY);
+        std::memcpy(&rest, scores + whole, (count - whole) * sizeof(float));
+        const U16 own = rank_bits(rest);
+        std::memcpy(ranks + whole, &own, sizeof own);
     }
-    found = 0;
+    // The rank of the last one that is taken, by halves. Of those at this rank as many are taken, from the first on, as have a place.
+    uint32_t low = 0, last = kExcluded - 1;
+    if (count_up_to(ranks, size, last) > limit) {
+        while (low < last) {
+            const uint32_t middle = low + (last - low) / 2;
+            const int taken = count_up_to(ranks, size, middle);
+            if (taken >= limit) {
+                last = middle;
+            } else {
+                low = middle + 1;
+            }
+            if (taken == limit) break;
+        }
+    }
+    int places = limit - (last > 0 ? count_up_to(ranks, size, last - 1) : 0), found = 0;
     for (int i = 0; i < count; ++i) {
-        if (scores[i] != -INFINITY && rank_bits(scores[i], i) <= last) picked[found++] = i;
+        if (ranks[i] > last || (ranks[i] == last && places-- <= 0)) continue;
+        picked[found++] = i;
     }
     return found;
 }

@@ -15,15 +15,19 @@ float e4m3(uint8_t code) {
     return code & 0x80 ? -size : size;
 }
 
-struct E4m3Values {
-    float values[256];
-    E4m3Values() {
-        for (int i = 0; i < 256; ++i) values[i] = e4m3(uint8_t(i));
+// What codes and scales stand for. Products of both are rounded once, as fp32.
+struct Tables {
+    double values[256], scales[256];
+    Tables() {
+        for (int i = 0; i < 256; ++i) {
+            values[i] = e4m3(uint8_t(i));
+            scales[i] = std::ldexp(1.0, i - 127);
+        }
     }
 };
 
 void decode_row(const Engram& e, int64_t row, int dim, float* out) {
-    static const E4m3Values e4m3_values;
+    static const Tables tables;
     if (e.format == 2) {
         std::memcpy(out, static_cast<const float*>(e.table) + row * dim, dim * sizeof(float));
     } else if (e.format == 1) {
@@ -35,7 +39,7 @@ void decode_row(const Engram& e, int64_t row, int dim, float* out) {
     } else {
         const uint8_t* codes = static_cast<const uint8_t*>(e.table) + row * dim;
         const uint8_t* scale = e.scale + row * (dim / kScaleGroup);
-        for (int i = 0; i < dim; ++i) out[i] = std::ldexp(e4m3_values.values[codes[i]], scale[i / kScaleGroup] - 127);
+        for (int i = 0; i < dim; ++i) out[i] = float(tables.values[codes[i]] * tables.scales[scale[i / kScaleGroup]]);
     }
 }
 

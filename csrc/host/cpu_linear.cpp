@@ -119,7 +119,13 @@ void store_part(float* y, F16 value, int count) {
 // TILES x ROWS outputs. w: this group at the first of the tiles; step: bytes from piece to piece; outputs: how many exist from y on.
 template <class W, int TILES, int ROWS>
 void product(const char* w, int64_t step, int pieces, const float* x, int64_t ldx, float* y, int64_t ldy, int outputs) {
-    F16 even[ROWS][TILES] = {}, odd[ROWS][TILES] = {};
+    // Unrolled to the end: sums that a loop indexes would live in memory, and filling and reading them takes as long as many products.
+    F16 even[ROWS][TILES], odd[ROWS][TILES];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+        for (int t = 0; t < TILES; ++t) even[r][t] = odd[r][t] = F16{};
+    }
     for (int p = 0; p < pieces; ++p) {
         for (int at = 0; at < TILES * W::kBytes; at += 64) __builtin_prefetch(w + p * step + kAhead + at);
         const auto piece = [&](int t) { return W(w + p * step + t * W::kBytes); };
@@ -136,7 +142,9 @@ void product(const char* w, int64_t step, int pieces, const float* x, int64_t ld
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
         for (int t = 0; t < TILES; ++t) {
             if (outputs > t * kTile) store_part(y + r * ldy + t * kTile, even[r][t] + odd[r][t], outputs - t * kTile);
         }

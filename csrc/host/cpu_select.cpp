@@ -95,14 +95,14 @@ void Backbone::choose(const Indexer& indexer, int row, float* scores, int ratio,
     Picks& p = w_.picks;
     const int count = visible(row, ratio), size = m_.candidate_size;
     int32_t* picked = own.picked.get(0);
-    uint64_t* order = own.order.get(count);
+    uint32_t* ranks = own.ranks.get(count + 16);
     uint8_t* allowed = p.allowed.get(0) + int64_t(row) * p.blocks;
     if (indexer.publishes && count > m_.candidate_blocks * size) {
         const int blocks = (count + size - 1) / size;
         float* best = own.blocks.get(blocks);
         for (int b = 0; b < blocks; ++b) best[b] = *std::max_element(scores + b * size, scores + std::min(count, (b + 1) * size));
         best[blocks - 1] = INFINITY;  // the newest block is always kept
-        const int kept = select_top(best, blocks, m_.candidate_blocks, order, picked);
+        const int kept = select_top(best, blocks, m_.candidate_blocks, ranks, picked);
         std::fill_n(allowed, p.blocks, 0);
         for (int i = 0; i < kept; ++i) allowed[picked[i]] = 1;
         p.restricted.get(0)[row] = 1;
@@ -111,7 +111,7 @@ void Backbone::choose(const Indexer& indexer, int row, float* scores, int ratio,
             if (!allowed[i / size]) scores[i] = -INFINITY;
         }
     }
-    locate(indexer, row, ratio, picked, select_top(scores, count, m_.index_topk, order, picked));
+    locate(indexer, row, ratio, picked, select_top(scores, count, m_.index_topk, ranks, picked));
 }
 
 // From entry numbers to rows of the cache.

@@ -104,7 +104,8 @@ struct IndexRow {
 void index_scores(const IndexRow& row, const float* const* keys, int heads, int dim, AttentionScratch& scratch);
 void index_scores(const IndexRow rows[2], const float* const* keys, int heads, int dim, AttentionScratch& scratch);
 // The best `limit` > 0 of scores[0..count) that are not -inf, ascending; ties go to the lower index. Returns how many.
-int select_top(const float* scores, int count, int limit, uint64_t* scratch, int32_t* picked);
+// ranks: room for `count` rounded up to a multiple of 16.
+int select_top(const float* scores, int count, int limit, uint32_t* ranks, int32_t* picked);
 
 struct ExpertScratch {
     Buffer<float> logits, weights, gathered, both, act, out;

@@ -51,7 +51,7 @@ struct MemberScratch {
     AttentionScratch attention;
     Buffer<float> scores, blocks;
     Buffer<int32_t> picked;
-    Buffer<uint64_t> order;
+    Buffer<uint32_t> ranks;
 };
 
 // Taps of a state slot's newest positions that no draft stage has read yet: those of [first, end), position p in row p % places. What lies
