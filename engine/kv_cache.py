@@ -50,6 +50,8 @@ class KVCache:
     blocks: uint8 [num_blocks, block_bytes]. kv_rows: [rows, head_dim] of the profile's dtype, or uint8 [rows, entry bytes] when packed.
     rings: [layers + stages, num_state_slots * ring_rows, head_dim], or uint8 [..., window bytes] when packed; position p of slot s is row
     s * ring_rows + p % ring_rows. partials: source layer -> fp32 [num_state_slots * partial_rows, 2 * head_dim], values then gates.
+    taps: fp32 [num_state_slots, window + drafts + 1, targets * hidden], inputs that the draft stages have not read yet; the compiled step
+    keeps them, so None where it cannot run.
     """
 
     def __init__(self, text: TextConfig, numerics: Numerics, shape: CacheShape, device: torch.device | str = "cpu") -> None:
@@ -71,6 +73,10 @@ class KVCache:
             for layer in text.kv_source_layer_ids
             if text.ratio(layer) == 2
         }
+        self.taps: Tensor | None = None
+        if shape.num_draft_stages and self.rings.device.type == "cpu" and stored is torch.float32:
+            places = self.window + text.dspark_block_size + 1
+            self.taps = torch.empty(shape.num_state_slots, places, len(text.dspark_target_layer_ids) * text.hidden_size)
         # Absent entries of a selection point at row 0, which therefore has to be finite; padding computes it anew from what slot 0 holds.
         self.blocks[0].zero_()
         self.rings[:, : self.ring_rows].zero_()

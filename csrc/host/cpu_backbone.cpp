@@ -225,23 +225,22 @@ bool Backbone::can_keep_taps() const {
 
 // Nobody may ever draft from these positions, and who does may find half of them refused: only copy what a draft would start from.
 void Backbone::keep_taps() {
-    const int64_t width = m_.draft->main_proj.cols, places = tap_places();
+    const int64_t width = m_.draft->main_proj.cols;
     for (const Slice& s : w_.slices) {
         TapWindow& t = tap_window(s.slot);
         // A gap, or a start before what is kept: others have written the ring up to here, or the slot has a new sequence.
         if (s.first() < t.first || s.first() > t.end) t.first = s.first();
         t.end = s.end;
-        t.first = std::max(t.first, t.end - int(places));
-        t.rows.resize(size_t(places * width));
+        t.first = std::max(t.first, t.end - m_.draft->tap_places);
         for (int p = s.first(); p < s.end; ++p) {
             const float* row = w_.taps.get(0) + (s.row + p - s.first()) * width;
-            std::memcpy(t.rows.data() + p % places * width, row, width * sizeof(float));
+            std::memcpy(tap_row(s.slot, p), row, width * sizeof(float));
         }
     }
 }
 
 void Backbone::settle_taps(const int32_t* ints, int count) {
-    const int64_t width = m_.draft->main_proj.cols, places = tap_places();
+    const int64_t width = m_.draft->main_proj.cols;
     w_.slices.clear();
     for (int i = 0; i < count; ++i, ints += 4) {
         const TapWindow& t = tap_window(ints[2]);
@@ -257,8 +256,7 @@ void Backbone::settle_taps(const int32_t* ints, int count) {
     w_.team.begin(0);
     float* taps = w_.taps.get(size_t(count_) * width);
     for (const Slice& s : w_.slices) {
-        const float* rows = tap_window(s.slot).rows.data();
-        for (int p = s.start; p < s.end; ++p) std::memcpy(taps + (s.row + p - s.start) * width, rows + p % places * width, width * sizeof(float));
+        for (int p = s.start; p < s.end; ++p) std::memcpy(taps + (s.row + p - s.start) * width, tap_row(s.slot, p), width * sizeof(float));
     }
     store_taps(taps);
 }

@@ -42,7 +42,11 @@ class Backbone : Rows {
     bool can_keep_taps() const;
     void keep_taps();
     TapWindow& tap_window(int slot) const;
-    int tap_places() const { return m_.window + m_.draft->block_size + 1; }
+    // Where the taps of a position wait for the draft stages.
+    float* tap_row(int slot, int position) const {
+        const Draft& draft = *m_.draft;
+        return draft.taps + (int64_t(slot) * draft.tap_places + position % draft.tap_places) * draft.main_proj.cols;
+    }
     void read_logits(float* logits);
     void read_output(int row, float* x) const;
     // The sequences whose keys this step stores, and the one that a slice belongs to.

@@ -73,11 +73,13 @@ struct Layer {
     int32_t ratio, tap;
 };
 
-// The draft stages' head. markov_embed [V, rank], confidence [C + rank].
+// The draft stages' head. markov_embed [V, rank], confidence [C + rank]. taps: of each state slot `tap_places` rows of main_proj's inputs, those of
+// its newest positions that no stage has read yet; position p in row p % tap_places.
 struct Draft {
     Matrix main_proj, markov_head;
     const float *main_norm, *norm, *markov_embed, *confidence;
-    int32_t markov_rank, block_size, noise_id, unused;
+    float* taps;
+    int32_t markov_rank, block_size, noise_id, tap_places;
 };
 
 // Routed and shared experts of `count` rows where several ranks share them. x, y: [count, C].

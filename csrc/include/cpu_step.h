@@ -54,11 +54,9 @@ struct MemberScratch {
     Buffer<uint32_t> ranks;
 };
 
-// Taps of a state slot's newest positions that no draft stage has read yet: those of [first, end), position p in row p % places. What lies
-// before `first` is in the stages' rings already.
+// Positions of a state slot whose taps no draft stage has read yet. What lies before `first` is in the stages' rings already.
 struct TapWindow {
     int first = 0, end = 0;
-    std::vector<float> rows;
 };
 
 // Scratch memory of a model, kept from step to step. Parts of a step that the team shares find every buffer at its size.
@@ -71,7 +69,7 @@ struct Workspace {
     std::vector<MemberScratch> members{1};
     Picks picks;
     std::vector<Slice> slices;
-    std::vector<TapWindow> tap_windows;  // by state slot; only slots that decode steps have used take memory
+    std::vector<TapWindow> tap_windows;  // by state slot
     Team team;
 };
 

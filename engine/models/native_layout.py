@@ -83,8 +83,8 @@ class Draft(Structure):
     _fields_ = (
         ("main_proj", Matrix),
         ("markov_head", Matrix),
-        *((n, c_void_p) for n in ("main_norm", "norm", "markov_embed", "confidence")),
-        *((n, c_int32) for n in ("markov_rank", "block_size", "noise_id", "unused")),
+        *((n, c_void_p) for n in ("main_norm", "norm", "markov_embed", "confidence", "taps")),
+        *((n, c_int32) for n in ("markov_rank", "block_size", "noise_id", "tap_places")),
     )
 
 

@@ -258,6 +258,8 @@ class NativeWeights:
         )
 
     def _draft(self, draft: DraftModel) -> c.Draft:
+        taps = self._cache.taps
+        assert taps is not None, "drafts on a cache without taps"
         return c.Draft(
             main_proj=self._pack(dense(draft.main_proj)),
             markov_head=self._pack(draft.markov_head.weight),
@@ -268,6 +270,8 @@ class NativeWeights:
             markov_rank=draft.text.dspark_markov_rank,
             block_size=draft.text.dspark_block_size,
             noise_id=draft.text.dspark_noise_token_id,
+            taps=taps.data_ptr(),
+            tap_places=taps.shape[1],
         )
 
     def _pack(self, weights: Tensor) -> c.Matrix:

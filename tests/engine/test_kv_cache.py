@@ -105,6 +105,16 @@ def test_reserved_slot_is_refused():
         cache.save_window(0, 16, torch.empty(cache.state_bytes, dtype=torch.uint8))
 
 
+def test_taps_of_every_slot_have_their_room_from_the_start():
+    text = parse_config(golden_config()).text
+    taps = golden_cache(num_draft_stages=text.num_stages).taps
+    assert taps is not None
+    assert taps.dtype is torch.float32
+    assert taps.shape == (3, text.sliding_window + text.dspark_block_size + 1, len(text.dspark_target_layer_ids) * text.hidden_size)
+    assert golden_cache().taps is None
+    assert KVCache(text, ROUNDED, CacheShape(16, 5, 3, 5, num_draft_stages=text.num_stages)).taps is None
+
+
 def test_format_names_what_decides_the_bytes():
     text = parse_config(golden_config()).text
     shape = CacheShape(block_size=16, num_blocks=2, num_state_slots=2, backtracking_tokens=5)
