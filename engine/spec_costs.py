@@ -49,7 +49,8 @@ class Curve:
 
 
 class CostModel:
-    """time(rows) = curve + slope * rows + sampler. The slope stands for contexts longer than those of the measurement.
+    """time(rows) = curve + slope * rows + sampler. The slope stands for contexts longer than those of the measurement. A draft costs its
+    curve times what the last ones took over it: the curve is measured on empty windows and without the host's share.
 
     It is asked and told about every step, so everything here is a few operations on Python's own numbers: on a small model a handful of
     calls of numpy takes as long as half a layer.
@@ -58,6 +59,8 @@ class CostModel:
     def __init__(self, steps: Curve, drafts: Curve) -> None:
         """steps: by rows of a verify step. drafts: by sequences."""
         self._steps, self._drafts = steps, drafts
+        self._draft_ratios: deque[float] = deque(maxlen=SAMPLER_TIMES)
+        self._draft_factor = 1.0
         self._residuals: deque[tuple[int, float]] = deque()
         self._by_size: dict[int, list[float]] = defaultdict(list)  # rows -> the same residuals in ascending order
         self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_TIMES))
@@ -70,7 +73,7 @@ class CostModel:
         return [max(curve[rows] + slope * rows + sampler_s, 1e-9) for rows in range(first, first + count)]
 
     def draft_s(self, num_seqs: int) -> float:
-        return self._drafts(num_seqs)
+        return self._drafts(num_seqs) * self._draft_factor
 
     def sampler_s(self, num_seqs: int) -> float:
         """Median of the last samplings of so many sequences, else of all, else 0."""
@@ -99,6 +102,15 @@ class CostModel:
         if self._fresh >= (SLOPE_INTERVAL if len(self._residuals) >= SLOPE_INTERVAL else LEAST_RESIDUALS):
             self._fresh = 0
             self._slope = self._median_slope()
+
+    def observe_draft(self, num_seqs: int, seconds: float) -> None:
+        """A draft that was made, of sequences that the step before had drafted for too."""
+        self._draft_ratios.append(seconds / max(self._drafts(num_seqs), 1e-9))
+        self._draft_factor = statistics.median(self._draft_ratios)
+
+    def forget_drafts(self) -> None:
+        """What drafts took was long ago: the next one alone says what they cost now."""
+        self._draft_ratios.clear()
 
     def _seconds(self, rows: int) -> list[float]:
         """The curve's seconds by rows, up to `rows` at least."""
@@ -200,6 +212,10 @@ class StepWatch:
         self._timer = timer
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)] if device == "cuda" else []
         self._times = [0.0] * 3
+
+    def now(self) -> float:
+        """Seconds of the host's timer, for parts that end on the host."""
+        return self._timer()
 
     def start(self) -> None:
         """The forward pass begins."""

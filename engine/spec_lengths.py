@@ -17,9 +17,10 @@ from engine.spec_costs import CostModel
 
 MAX_CONFIDENCE = 60.0  # raw confidences are clamped to this size. Source: the release's draft head
 MIN_TEMPERATURE = 1e-5
-# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes. A probe that changes nothing
-# doubles the wait for the next one: it drafts for all sequences, whose windows are filled first, and costs three or four steps. In between
-# the question is asked again after 1, 2, 4 and then every HOLD steps: what is known of a sequence fades, and typical rates take its place.
+# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes, and so does the one behind it: the
+# first one fills the windows of all sequences and costs three or four steps, the second one shows what drafts cost. A probe that changes
+# nothing doubles the wait for the next one. In between the question is asked again after 1, 2, 4 and then every HOLD steps: what is known
+# of a sequence fades, and typical rates take its place.
 PROBE_INTERVAL = 64
 MAX_PROBE_INTERVAL = 512
 HOLD = 8
@@ -58,6 +59,9 @@ class LengthPolicy(Protocol):
     def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         """How long the two parts of a step took."""
 
+    def observe_draft(self, num_seqs: int, seconds: float) -> None:
+        """How long it took to propose, after a budget other than 0."""
+
 
 class FixedLength:
     """Verifies every draft that has room."""
@@ -72,6 +76,9 @@ class FixedLength:
         return None
 
     def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
+        return None
+
+    def observe_draft(self, num_seqs: int, seconds: float) -> None:
         return None
 
 
@@ -91,6 +98,8 @@ class ThroughputLength:
         self._products, self._squares = _CARRY_PRIOR, _CARRY_PRIOR
         self._asked: list[list[float]] = []
         self._skipped, self._patience = 0, PROBE_INTERVAL
+        self._steady = False  # whether the step before has drafted as well
+        self._probing = False
 
     @property
     def carry(self) -> float:
@@ -100,6 +109,7 @@ class ThroughputLength:
     def budget(self, rates: list[list[float]], rooms: list[int]) -> int | None:
         """The total with the largest expected tokens / seconds, the smallest of equals."""
         self._asked = rates
+        self._steady = self._skipped == 0
         if self._skipped % HOLD and self._skipped & (self._skipped - 1):
             self._skipped += 1
             return 0
@@ -113,13 +123,18 @@ class ThroughputLength:
             speed = expected / (step_s[count] + draft_s)
             if speed > most:
                 best, most = count, speed
+        probing, self._probing = self._probing, False
         if best > 0:
             self._skipped, self._patience = 0, PROBE_INTERVAL
             return best
+        if probing:
+            return min(num_seqs, len(gains))
         self._skipped += 1
         if self._skipped <= self._patience:
             return 0
         self._skipped, self._patience = 0, min(2 * self._patience, MAX_PROBE_INTERVAL)
+        self._probing = True
+        self.cost.forget_drafts()
         return min(num_seqs, len(gains))
 
     def _gains(self, rates: list[list[float]], rooms: list[int]) -> list[float]:
@@ -173,3 +188,8 @@ class ThroughputLength:
 
     def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         self.cost.observe(rows, num_seqs, forward_s, sampler_s)
+
+    def observe_draft(self, num_seqs: int, seconds: float) -> None:
+        # The first draft after a pause fills the windows of all that was decoded meanwhile.
+        if self._steady:
+            self.cost.observe_draft(num_seqs, seconds)

@@ -100,9 +100,11 @@ class StepRunner:
         if not asked:
             return []
         points = [DraftPoint(step.seqs[i], step.slices[i].token_ids[-1], step.slices[i].end) for i in asked]
+        began = self._watch.now()
         proposed = drafter.propose(points, [rooms[i] for i in asked])
         if not any(proposed):
             return []
+        drafter.policy.observe_draft(len(points), self._watch.now() - began)
         drafts: list[list[int]] = [[] for _ in step.seqs]
         for i, ids in zip(asked, proposed, strict=True):
             drafts[i] = ids

@@ -95,6 +95,42 @@ def test_sampler_time_is_the_median_of_the_same_number_of_sequences_else_of_all(
     assert (cost.sampler_s(3), cost.sampler_s(7)) == (3.0, 8.0)
 
 
+def test_drafts_cost_what_the_last_ones_took_over_their_curve():
+    cost = CostModel(FLAT, line(0.001, 0.0))
+    for seconds in (0.003, 0.003, 9.0):
+        cost.observe_draft(4, seconds)
+    assert cost.draft_s(4) == pytest.approx(0.003)
+    cost.forget_drafts()
+    assert cost.draft_s(4) == pytest.approx(0.003)
+    cost.observe_draft(4, 0.0005)
+    assert cost.draft_s(4) == pytest.approx(0.0005)
+
+
+def test_a_draft_after_a_pause_says_nothing_about_the_next_one():
+    one = policy(line(0.001, 0.010), drafts=line(0.001, 0.0))
+    while not one.budget([[0.1] * 5] * 3, [5] * 3):
+        pass
+    for _ in range(9):
+        one.observe_draft(3, 1.0)
+    assert one.cost.draft_s(3) == pytest.approx(0.001)
+    assert one.budget([[0.1] * 5] * 3, [5] * 3)
+    one.observe_draft(3, 0.004)
+    assert one.cost.draft_s(3) == pytest.approx(0.004)
+
+
+def test_drafts_that_became_cheap_again_are_made_again():
+    one = policy(line(0.010, 0.0), drafts=line(0.001, 0.0))
+    rates, rooms = [[0.5, 0.2, 0.1, 0.0, 0.0]] * 3, [5] * 3
+    assert one.budget(rates, rooms)
+    for _ in range(9):
+        one.observe_draft(3, 0.1)
+    assert one.budget(rates, rooms) == 0
+    for _ in range(PROBE_INTERVAL + 2):
+        if one.budget(rates, rooms):
+            one.observe_draft(3, 0.001)
+    assert all(one.budget(rates, rooms) > 3 for _ in range(5))
+
+
 PLACES = [(slot, [2 * slot, 2 * slot + 1]) for slot in range(1, 5)]
 
 
@@ -179,7 +215,8 @@ def test_without_gain_a_step_drafts_now_and_then_to_see_whether_that_changed():
     budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(2500)]
     probes = [i for i, budget in enumerate(budgets) if budget]
     waits = [later - earlier - 1 for earlier, later in zip([-1, *probes], probes, strict=False)]
-    assert waits == [64, 128, 256, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL]
+    assert waits[::2] == [64, 128, 256, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL]
+    assert set(waits[1::2]) == {0}  # the second one shows what drafts cost
     assert {budgets[i] for i in probes} == {3}
 
 
@@ -187,7 +224,7 @@ def test_a_gain_brings_the_next_probe_near_again():
     one = policy(line(0.001, 0.010))
     while not one.budget([[0.1] * 5] * 3, [5] * 3):
         pass
-    assert one.budget([[0.99] * 5], [5]) == 0
+    assert [one.budget([[0.99] * 5], [5]) for _ in range(2)] == [1, 0]
     one.cost = CostModel(line(0.010, 0.0), line(0.0, 0.0))
     while not one.budget([[0.99] * 5], [5]):
         pass
