@@ -30,7 +30,7 @@ def test_every_entry_gets_the_score_of_the_definition(run, heads, width):
     problem = Problem("cpu", lens, heads=heads, width=width)
     got = score(run, problem)
     if (heads, width) == (32, 128):
-        for tuning in (ScoreTuning(4, 3), ScoreTuning(8, 3), ScoreTuning(8, 4), ScoreTuning(4, 4, 0, True), ScoreTuning(4, 5, 1, True)):
+        for tuning in (ScoreTuning(4, 3, 0, False), ScoreTuning(8, 4, 1, False), ScoreTuning(4, 4, 0, False), ScoreTuning(4, 5, 1, True)):
             other = score(run, problem, tuning=tuning)
             assert all(torch.equal(other[row, :count], got[row, :count]) for row, count in enumerate(lens))
     for row, count in enumerate(lens):

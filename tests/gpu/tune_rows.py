@@ -78,8 +78,8 @@ def _index(setting: Setting) -> Iterator[Line]:
         query, keys = problem(setting, rows, 131_072)
         part = slice(0, rows)
         wanted = triton_search.scores_of(query, keys, part, 131_072, None, 8)
-        tunings = [index_search.ScoreTuning(s, r, w) for s in (4, 8) for r in (4, 3) for w in (1, 4)]
-        tunings += [index_search.ScoreTuning(4, r, w, True) for r in (4, 5) for w in (1, 2, 4)]
+        tunings = [index_search.ScoreTuning(s, r, w, False) for s in (4, 8) for r in (4, 3) for w in (1, 4)]
+        tunings += [index_search.ScoreTuning(4, r, w, True) for r in (4, 5) for w in (1, 2, 4, 8)]
         runs: dict[str, Callable[[], Any]] = {
             f"{'groups ' if t.groups else ''}{t.stages}/{t.residents}/{t.waves}": _native(
                 index_search.scores_of, query, keys, part, 131_072, None, 8, t

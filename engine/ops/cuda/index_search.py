@@ -16,7 +16,7 @@ from engine.ops.cuda.select_topk import select_rows
 from engine.ops.index_search import IndexQuery, PagedIndexKeys, padded_heads
 
 _ENTRIES = 64  # of one step of a thread block
-_WORTHWHILE = 32 * _ENTRIES  # entries of a thread block that outweigh its beginning
+_WORTHWHILE = 24 * _ENTRIES  # entries of a thread block that outweigh its beginning
 _SHAPES = frozenset({(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)})  # heads and width, as listed in csrc/kernels/index_scores.cu
 
 
@@ -26,18 +26,18 @@ class ScoreTuning:
 
     stages: tiles of keys under way in a warp. residents: thread blocks whose registers fit a multiprocessor. waves: as many thread blocks
     as fit the device, so many times: more of them even out rows of different lengths, but each begins by reading the query. 0: by size.
-    groups: products by warpgroups of SM90, of 32 heads of width 128.
+    groups: products by warpgroups of SM90, of 32 heads of width 128; None where they exist.
     """
 
     stages: int = 4
     residents: int = 4
     waves: int = 0
-    groups: bool = False
+    groups: bool | None = None
 
     def programs(self, rows: int, columns: int, num_processors: int) -> int:
         """Thread blocks that share a row."""
         at_once = num_processors * self.residents
-        waves = self.waves or (4 if rows * columns >= at_once * 4 * _WORTHWHILE else 1)
+        waves = self.waves or max(1, min(8, rows * columns // (at_once * _WORTHWHILE)))
         return max(1, min(-(-columns // _ENTRIES), at_once * waves // max(1, rows)))
 
 
@@ -100,7 +100,7 @@ def scores_of(
         log_per_block=keys.per_block.bit_length() - 1,
         log_size=block_size.bit_length() - 1,
         programs=programs,
-        groups=tuning.groups,
+        groups=tuning.groups if tuning.groups is not None else run.groups is not None and (heads, width) == (32, 128),
         stages=tuning.stages,
         residents=tuning.residents,
     )
