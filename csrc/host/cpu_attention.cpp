@@ -13,8 +13,9 @@ constexpr int kVectors = 2;  // vectors of output channels per pass over the key
 constexpr int kVectors = 1;
 #endif
 
-// out[key] = q . key for as many heads as V has lanes. q: [dim, lanes]; `next`, keys of a later call, are fetched meanwhile. One sum in ascending order: some fake-quantised window keys of the
-// reference vectors lie on a rounding edge, and the reference's own side of it is the one that this order reaches. Check them after a change.
+// out[key] = q . key for as many heads as V has lanes, while keys of the `next` call are fetched. q: [dim, lanes]; dim is a multiple of 16.
+// One sum in ascending order: some fake-quantised window keys of the reference vectors lie on a rounding edge, and the reference's own side
+// of it is the one that this order reaches. Check them after a change.
 template <class V>
 void score(const float* q, const float* const* keys, const float* const* next, int dim, V* out) {
     constexpr int kWidth = sizeof(V) / sizeof(float), kLine = 16;
@@ -177,7 +178,8 @@ void attend(const AttentionShape& shape, const float* const q[2], const KeyList 
 
 namespace {
 
-// Relevance of kKeys keys to the rows side by side in V, while the `next` ones are fetched. q: [groups of heads, D, lanes of V]; weights: [groups, lanes of V].
+// Relevance of kKeys keys to the rows side by side in V, while the `next` ones are fetched. q: [groups of heads, D, lanes of V];
+// weights: [groups, lanes of V].
 template <class V>
 void relevance(const float* q, const float* weights, const float* const* keys, const float* const* next, int heads, int dim, V* total) {
     constexpr int kWidth = sizeof(V) / sizeof(float);
