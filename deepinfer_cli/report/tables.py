@@ -208,9 +208,9 @@ def print_summary(ui: Ui, summary: Summary, *, short: bool = False) -> None:
     for grid in grids(summary):
         if not short or grid.title in ("Latency", "By turn"):
             print_grid(ui, grid)
-    if not short:
+    if not short and (grid := latency(summary)).rows:
         ui.print()
-        ui.note(latency(summary).note, "quiet")
+        ui.note(grid.note, "quiet")
 
 
 def _role(line: str, summary: Summary) -> str:

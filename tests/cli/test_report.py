@@ -264,3 +264,10 @@ def test_a_report_says_everything_at_any_width(dix: Dix, home: Path, monkeypatch
     narrow = dix("report", "smoke").out
     assert max(len(line.split("  ")) for line in narrow.splitlines()) > 1, "tables are there"
     assert sorted(set(narrow.split())) == sorted(set(wide.split()))
+
+
+def test_a_run_without_a_finished_request_explains_no_table_that_is_not_there(dix: Dix, home: Path) -> None:
+    make_run(home, "20260101-000000-smoke-aaaaaa", [record(0, 0, 0.0, 0.1, outcome="failed")], valid=False)
+    ran = dix("report")
+    assert ran.code == 5
+    assert "percentile" not in ran.out + ran.err
