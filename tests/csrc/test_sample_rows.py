@@ -101,6 +101,17 @@ def test_ties_go_to_the_lower_id_and_draws_follow_the_distribution(run):
         assert set(ids[many.modes == mode].tolist()) == {40, 333, 690}
 
 
+@pytest.mark.parametrize("threads", [256, 512])
+def test_shared_memory_holds_the_longest_rows_beside_what_filters_need(run, threads):
+    num_ids = sample_rows.MOST_IDS
+    logits = torch.zeros(1, num_ids)
+    logits[0, num_ids - 1] = 1.0
+    filters = Filters(torch.tensor([2 * FIXED_ONE]), torch.tensor([2**31 - 1], dtype=torch.int32), torch.zeros(1))
+    wanted = Draws(torch.ones(1), torch.tensor([Mode.GREEDY], dtype=torch.int32), torch.tensor([0]), filters)
+    ids, _ = sample_rows.run_rows(run, 0, logits, wanted, num_ids, threads)
+    assert ids.tolist() == [num_ids - 1]
+
+
 def test_rows_without_a_finite_maximum_give_some_id_and_say_so(run):
     logits = torch.randn(4, 300)
     logits[0, 7] = float("nan")

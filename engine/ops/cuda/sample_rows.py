@@ -15,7 +15,7 @@ from engine.ops.triton.fallback import warn_once
 
 # Threads of a block. At 129,280 ids three blocks with their logits fit a multiprocessor, two with what filters need.
 _THREADS, _FILTER_THREADS = 256, 512
-MOST_IDS = 8 * 48 * 1024  # eight blocks of a cluster, 192 KiB of logits each
+MOST_IDS = 8 * 46 * 1024  # eight blocks of a cluster, 184 KiB of logits each beside the histograms of filters
 
 
 def launch(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
