@@ -46,6 +46,7 @@ class SizedKV:
         self.blocks = torch.randint(0, 256, (num_blocks, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         self.num_encoder_layers = 20  # of which only a replay would ask
         self.ring_rows = WINDOW + 12 + PAGE_TOKENS + KEEP
+        self.num_encoder_layers = LAYERS
         self.rings = torch.randint(0, 256, (LAYERS, 4 * self.ring_rows, ROW_BYTES), dtype=torch.uint8, device="cuda")
         self.state_bytes = LAYERS * WINDOW * ROW_BYTES
 
