@@ -22,7 +22,7 @@ _SHAPES = frozenset({(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)})  # hea
 
 @dataclass(frozen=True, slots=True)
 class ScoreTuning:
-    """How scores are computed; no choice changes a result. Which stages and residents exist, csrc/kernels/index_scores.cu says.
+    """How scores are computed; only `groups` may change last bits. What exists, csrc/kernels/index_scores.cu says.
 
     stages: tiles of keys under way in a warp. residents: thread blocks whose registers fit a multiprocessor. waves: as many thread blocks
     as fit the device, so many times: more of them even out rows of different lengths, but each begins by reading the query. 0: by size.
