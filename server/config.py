@@ -18,6 +18,7 @@ class ServerConfig:
     port: int = knob(8888, "Port to listen on; 0 takes any free one.", ge=0, le=65535, common=True)
     served_name: str = knob("", "Model name that clients see; empty takes the model's own.", common=True)
     routing: str = knob("affinity", "How a request finds its rank.", choices=("affinity", "least-loaded", "cost"), common=True)
+    router_mb: float = knob(256.0, "Memory for what is known of where conversations lie.", unit="MB", gt=0)
     api_key_file: str = knob("", "File with one accepted API key per line.")
     require_key: bool = knob(False, "Refuse to listen beyond loop-back without an API key.")
     allow_origin: str = knob("", "Origins whose pages may call this server, comma separated; * allows any.")

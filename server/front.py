@@ -50,7 +50,7 @@ log = logging.getLogger("front")
 
 
 def build_front(launch: Launch) -> Front:
-    router = Router(launch.server.routing)
+    router = Router(launch.server.routing, most_bytes=int(launch.server.router_mb * 2**20))
     heartbeats = HeartbeatFile(launch.heartbeat_path)
     pool = RankPool(launch.socket_address, launch.local_ranks, launch.server, router, heartbeats, launch.engine.cp)
     metrics = FrontMetrics(launch.served_name)

@@ -22,9 +22,10 @@ from engine.request import Timing
 from server.prompt_keys import BLOCK, PromptKeys, digest, prompt_keys
 from server.route_cost import CostModel, RankLoad, Saving, StoredPrefixes
 
-MAX_SESSIONS = 65_536
-MAX_ENDS = 65_536
-MAX_BLOCKS = 1_048_576
+# What one of them takes, measured: a name of a session, an end of a request, a block of 128 tokens.
+BYTES_OF_SESSION, BYTES_OF_END, BYTES_OF_BLOCK = 200, 500, 150
+# How memory is shared out: most prompts are hundreds of blocks long.
+_SHARE_OF_SESSIONS, _SHARE_OF_ENDS = 0.1, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +57,33 @@ class RoutingCounts:
 
 @dataclass(slots=True)
 class Router:
-    """One per front; not thread-safe. stored: how to ask the ranks' caches, None while that is not possible."""
+    """One per front; not thread-safe. stored: how to ask the ranks' caches, None while that is not possible.
+
+    most_bytes: about what all that it remembers may take.
+    """
 
     policy: str = "affinity"
     costs: CostModel = field(default_factory=CostModel)
     stored: StoredPrefixes | None = None
-    max_sessions: int = MAX_SESSIONS
-    max_ends: int = MAX_ENDS
-    max_blocks: int = MAX_BLOCKS
+    most_bytes: int = 256 * 2**20
     counts: RoutingCounts = field(default_factory=RoutingCounts)
     _sessions: OrderedDict[str, int] = field(default_factory=OrderedDict)
     # (chain hash at the last whole block, tail length) -> {tail hash: rank}; one entry per remembered end
     _ends: OrderedDict[tuple[bytes, int, bytes], int] = field(default_factory=OrderedDict)
     _tails: dict[bytes, dict[int, int]] = field(default_factory=dict)  # chain hash -> {tail length: ends that have it}
-    _blocks: OrderedDict[bytes, set[int]] = field(default_factory=OrderedDict)
+    _blocks: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # chain hash -> ranks that hold it, as bits
+
+    @property
+    def max_sessions(self) -> int:
+        return max(1, int(_SHARE_OF_SESSIONS * self.most_bytes) // BYTES_OF_SESSION)
+
+    @property
+    def max_ends(self) -> int:
+        return max(1, int(_SHARE_OF_ENDS * self.most_bytes) // BYTES_OF_END)
+
+    @property
+    def max_blocks(self) -> int:
+        return max(1, int((1 - _SHARE_OF_SESSIONS - _SHARE_OF_ENDS) * self.most_bytes) // BYTES_OF_BLOCK)
 
     @property
     def num_keys(self) -> int:
@@ -152,7 +166,7 @@ class Router:
         """Leading tokens, in whole blocks, that the rank is believed to hold."""
         known = 0
         for index in range(1, len(keys.chain)):
-            if rank not in self._blocks.get(keys.chain[index], ()):
+            if not self._blocks.get(keys.chain[index], 0) >> rank & 1:
                 break
             known = index * BLOCK
         return known
@@ -178,8 +192,8 @@ class Router:
         self._sessions = OrderedDict((key, rank) for key, rank in self._sessions.items() if rank not in gone)
         for end in [end for end, rank in self._ends.items() if rank in gone]:
             self._drop_end(end)
-        for holders in self._blocks.values():
-            holders -= gone
+        left = ~sum(1 << rank for rank in gone)
+        self._blocks = OrderedDict((block, ranks & left) for block, ranks in self._blocks.items() if ranks & left)
 
     def _matching_end(self, keys: PromptKeys) -> int | None:
         for index in range(len(keys.chain) - 1, -1, -1):
@@ -203,9 +217,10 @@ class Router:
 
     def _add_blocks(self, keys: PromptKeys, rank: int) -> None:
         for block in keys.chain[1:]:
-            self._blocks.setdefault(block, set()).add(rank)
+            self._blocks[block] = self._blocks.get(block, 0) | 1 << rank
             self._blocks.move_to_end(block)
-        while len(self._blocks) > self.max_blocks:
+        most = self.max_blocks
+        while len(self._blocks) > most:
             self._blocks.popitem(last=False)
 
     def _add_end(self, keys: PromptKeys, length: int, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,7 +109,9 @@ def test_hash_chains_depend_on_everything_before() -> None:
 )
 def test_random_traffic_keeps_every_promise(steps: list[tuple[int, int, int, int]], seed: int) -> None:
     random_ = random.Random(seed)
-    router = Router(max_sessions=8, max_ends=12, max_blocks=20)
+    router = Router(most_bytes=16_000)
+    most = (router.max_sessions, router.max_ends, router.max_blocks)
+    assert max(most) < 80, "so few that they are reached"
     dead: set[int] = set()
     for kind, name, length, queued in steps:
         alive = [RankLoad(rank, random_.randrange(queued + 1), random_.randrange(4)) for rank in range(4) if rank not in dead]
@@ -123,10 +126,30 @@ def test_random_traffic_keeps_every_promise(steps: list[tuple[int, int, int, int
         assert 0 <= decision.saved_tokens <= length
         if kind == 1:
             router.finished(ids + [7] * 5, length, decision.rank)
-        assert len(router._sessions) <= 8
-        assert len(router._ends) <= 12
-        assert len(router._blocks) <= 20
+        kept = (len(router._sessions), len(router._ends), len(router._blocks))
+        assert all(count <= limit for count, limit in zip(kept, most, strict=True)), kept
+        assert not any(ranks >> rank & 1 for ranks in router._blocks.values() for rank in dead)
         assert sum(sum(tails.values()) for tails in router._tails.values()) == len(router._ends)
         counts = router.counts
         routed = counts.affine_total + counts.content_total + counts.load_total + counts.moved_total
         assert routed > 0
+
+
+def test_what_is_remembered_takes_about_what_it_may() -> None:
+    bound = 2 * 2**20
+    router = Router(most_bytes=bound)
+    load = [RankLoad(0, 0, 0)]
+    taken = []
+    tracemalloc.start()
+    for number in range(9_000):
+        keys = prompt_keys([number] * 700)
+        router.route(f"conversation {number:020}", keys, load)
+        router.ended(keys, 650, 0)
+        if number % 1_000 == 999:
+            taken.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert len(router._sessions) == router.max_sessions
+    assert len(router._ends) == router.max_ends
+    assert len(router._blocks) == router.max_blocks
+    assert max(taken) < 1.5 * bound, taken
+    assert taken[-1] < 1.05 * taken[5], "no more behind its bound"

@@ -38,7 +38,7 @@ NAME = "soak"
 ARGUMENTS = (
     *("--dp", "2", "--hicache-size-gb", "0.012", "--set", "engine.kv_cache_gb=0.006", "--set", "hicache.disk_gb=0.05"),
     # So little that what the front remembers is full before memory is judged.
-    *("--set", "server.sampled_ids_mb=0.2"),
+    *("--set", "server.sampled_ids_mb=0.2", "--set", "server.router_mb=0.3"),
     # On a shared machine a step of a process at nice 19 may take long; a slow step is no hang.
     *("--set", "server.hang_timeout_s=600", "--set", "engine.collective_timeout_s=600"),
 )
