@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from engine.distributed import GroupError
 from engine.errors import NotEnoughMemory
 
 if TYPE_CHECKING:
@@ -99,13 +100,19 @@ class GroupRecorder:
         self._recorder, self._group = recorder, group
 
     def record(self, run: Callable[[], None]) -> Replay:
-        """Raises: RuntimeError on every rank when it failed on one."""
-        failure: RuntimeError | None = None
+        """Raises: RuntimeError on every rank when it failed on one; GroupError when a peer is gone."""
+        failure: RuntimeError | GroupError | None = None
         try:
             replay = self._recorder.record(run)
-        except RuntimeError as error:
+        except (RuntimeError, GroupError) as error:  # of a collective too: the communicator may lack memory, or refuse a recording
             failure = error
-        [somewhere] = self._group.max([int(failure is not None)])
+            log.warning("this rank could not record a step: %s", error)
+        try:
+            [somewhere] = self._group.max([int(failure is not None)])
+        except GroupError as lost:
+            raise (failure or lost) from lost
+        if isinstance(failure, GroupError):
+            raise RuntimeError(str(failure)) from failure
         if failure is not None:
             raise failure
         if somewhere:

@@ -105,6 +105,7 @@ class PrefixCache:
         self._active: dict[int, Match] = {}
         self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
+        self._drops: dict[int, int] = {}  # running sequence -> pages found wrong until it had restored
 
     def hash_compiled(self, build_dir: Path) -> None:
         """Use the compiled hash of page keys from now on, if it can be had. From any thread: both give the same keys."""
@@ -222,7 +223,7 @@ class PrefixCache:
         match = self._planned.pop(seq.seq_id, None)
         assert match is plan.match, f"sequence {seq.seq_id} is restored with a plan that is not its latest"
         began = time.perf_counter()
-        tokens, reason = plan.restore_tokens, plan.reason
+        tokens, reason, drops = plan.restore_tokens, plan.reason, self.cache.index.drops
         if tokens:
             tokens, reason = self._try_copy_in(seq, match, tokens, reason)
             self.counters.restored(self._restore_bytes(match, tokens), time.perf_counter() - began)
@@ -231,6 +232,7 @@ class PrefixCache:
         unpin_state(self.cache, match)
         self._count_admission(seq, tokens, reason)
         seq.num_computed = tokens
+        self._drops[seq.seq_id] = drops if tokens else self.cache.index.drops
         self._set_replay(seq, match, tokens)
         if seq.cached_tokens is None:
             seq.cached_tokens = tokens
@@ -322,6 +324,8 @@ class PrefixCache:
     def finish(self, seq: Sequence) -> None:
         """Let go of everything a sequence holds, before its blocks are freed. Idempotent; on every exit path."""
         match = self._active.get(seq.seq_id)
+        # Wrong bytes that were found since it restored may be what it has gone on from.
+        sound = self._drops.pop(seq.seq_id, None) == self.cache.index.drops
         if match is not None:
             if match.epoch == self._keys.epoch and not self._failures.off:
                 try:
@@ -329,7 +333,7 @@ class PrefixCache:
                 except MachineError as error:
                     self._failures.failed(error)
             self._close(seq.seq_id)
-        elif not self._failures.off and not self._approximates(seq) and self._answers.wanted(seq):
+        elif sound and not self._failures.off and not self._approximates(seq) and self._answers.wanted(seq):
             self._store_answer(seq)
         self._release(self._planned.pop(seq.seq_id, None))
         self._memos.pop(seq.seq_id, None)
@@ -339,7 +343,7 @@ class PrefixCache:
     def _store_answer(self, seq: Sequence) -> None:
         began, memo = time.perf_counter(), self._memos.get(seq.seq_id)
         if memo is None or memo[:2] != (seq.prefill_len, self._keys.epoch):
-            return  # the cache was reset meanwhile
+            return  # the cache was reset meanwhile, or thousands of prompts wait and the keys were let go
         try:
             self._answers.store(seq, memo[2], memo[1])
             self._failures.worked()

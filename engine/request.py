@@ -32,11 +32,16 @@ class Status(StrEnum):
     FINISHED = "finished"
 
 
+# A logit divided by less overflows fp32; a draw at this temperature is the arg-max already.
+LEAST_TEMPERATURE = 1e-30
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Neutral values leave logits bit-unchanged.
 
-    temperature 0 is exact arg-max (lowest id on ties). top_k -1 means all. `seed` None draws one per request.
+    temperature 0, or one below `LEAST_TEMPERATURE`, is exact arg-max (lowest id on ties). top_k -1 means all. `seed` None draws one per
+    request.
     `logprobs` asks for the chosen token's log-probability, `top_logprobs` for that many alternatives, both of the model's own
     distribution (temperature 1, unmodified logits). Stop strings are matched where text exists (server, `LLM`), not here.
     """
@@ -72,6 +77,8 @@ class SamplingParams:
         ):
             if not ok:
                 raise RequestError(f"{name} is {getattr(self, name)!r}", hint=f"{name} must be {allowed}")
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def is_filtered(self) -> bool:

@@ -53,6 +53,7 @@ class PrefixIndex:
         self.position, self.first_token, self.last_token = _ints(size, 0), _ints(size, 0), _ints(size, 0)
         self.stamp = array("q", [0]) * size
         self.reason = bytearray(size)
+        self.drops = 0  # pages whose bytes were found wrong
         self._dead: set[int] = set()  # dropped while pinned; freed with the last pin
         for head in (self._pages, self._states):
             self._prev[head] = self._next[head] = head
@@ -286,6 +287,7 @@ class PrefixIndex:
     def drop(self, page: int) -> list[int]:
         """Remove a page whose bytes are wrong and all pages below it. Pinned ones vanish from lookups now and free their frames
         with their last pin. Returns the frames to free now. O(entries): this is an alarm, not traffic."""
+        self.drops += 1
         below = {page}
         for frame in sorted(self.pages(), key=self.position.__getitem__):
             if self.parent[frame] in below:

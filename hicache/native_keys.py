@@ -20,7 +20,7 @@ def open_chain(build_dir: Path, *, portable: bool = False) -> Chain | None:
     """The compiled chain, or None where it would not be faster or there is no compiler. portable: without special instructions."""
     try:
         library = load(LIBRARY, build_dir)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         log.info("page keys are hashed in Python: %s", error)
         return None
     if not portable and not bind(library, "dix_page_keys_fast", [])():

@@ -86,7 +86,7 @@ def open_page_map(build_dir: Path) -> Callable[[int], PageMap] | None:
     try:
         # Calls keep the interpreter's lock: they take microseconds, and taking it back costs as much.
         library = ctypes.PyDLL(str(build(LIBRARY, build_dir)))
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         log.info("stored pages are looked up in Python, which takes 160 bytes for each and not 44: %s", error)
         return None
     return lambda num_frames: NativePageMap(num_frames, library)

@@ -61,6 +61,7 @@ class TurnMemory:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._sizes: dict[str, int] = {}  # as they were counted: a text grows once somebody asks for its UTF-8
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -70,12 +71,17 @@ class TurnMemory:
         """Turns without calls, and those with nothing to put back, are not worth a place; one larger than the memory has none."""
         if not turn.call_ids or not (turn.reasoning or turn.token_ids) or turn.num_bytes > self._most_bytes:
             return
-        if (same := self._turns.pop(turn.call_ids[0], None)) is not None:
-            self._num_bytes -= same.num_bytes
-        self._turns[turn.call_ids[0]] = turn
-        self._num_bytes += turn.num_bytes
+        name, size = turn.call_ids[0], turn.num_bytes
+        if name in self._turns:
+            self._forget(name)
+        self._turns[name], self._sizes[name] = turn, size
+        self._num_bytes += size
         while self._num_bytes > self._most_bytes:
-            self._num_bytes -= self._turns.popitem(last=False)[1].num_bytes
+            self._forget(next(iter(self._turns)))
+
+    def _forget(self, name: str) -> None:
+        del self._turns[name]
+        self._num_bytes -= self._sizes.pop(name)
 
     def among(self, messages: Any, salt: str) -> Turns:
         """The remembered turns of one tenant whose calls appear in the messages of a request, which may be malformed."""

@@ -12,6 +12,7 @@ from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
 from engine.models.probe import Probe
 from engine.ops.expert_mlp import expert_mlp, expert_parts
+from engine.ops.fixed_rows import in_groups
 from engine.ops.route_experts import expert_logits, route_experts
 from engine.parallel.expert_exchange import ExpertExchange
 
@@ -90,7 +91,8 @@ class MoE:
         return self.summed(x, slots, torch.ones_like(slots, dtype=torch.float32))
 
     def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
-        return torch.cat((parts, shared[:, None]), 1).float().sum(1).to(shared.dtype)
+        summed: Tensor = in_groups(lambda rows: rows.float().sum(1), torch.cat((parts, shared[:, None]), 1))  # as `expert_mlp` sums
+        return summed.to(shared.dtype)
 
 
 def choose_experts(

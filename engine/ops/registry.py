@@ -88,7 +88,7 @@ class Op:
         self.backend = backend
 
 
-_MISSING = {"cuda": "nvcc is not in PATH", "triton": "triton is not installed"}
+_MISSING = {"cuda": "nvcc is not in PATH, or triton is not installed", "triton": "triton is not installed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,9 @@ class Explained:
 
 @cache
 def available_kernels() -> frozenset[str]:
-    """Kinds of kernels that this machine can build: CUDA sources need nvcc."""
-    found = {"cuda": which("nvcc") is not None, "triton": find_spec("triton") is not None}
+    """Kinds of kernels that this machine can build: CUDA sources need nvcc, and leave some shapes to triton."""
+    triton = find_spec("triton") is not None
+    found = {"cuda": triton and which("nvcc") is not None, "triton": triton}
     return frozenset(name for name, is_there in found.items() if is_there)
 
 

@@ -95,6 +95,22 @@ def test_answer_that_ends_after_a_reset_is_not_stored() -> None:
     assert next_turn(cache, seq) == 0
 
 
+def test_answer_that_went_on_from_pages_found_wrong_is_not_stored() -> None:
+    cache = make_cache()
+    long = PROMPT + list(range(1100, 1130))
+    run(cache, long)
+    seq = answered(cache, long + list(range(1200, 1240)), ANSWER)
+    assert seq.cached_tokens
+    frame = cache.cache.index.match(cache._keys.page_keys(long, ""))[0]
+    cache.cache.drop(frame)
+    cache.finish(seq)
+    assert_idle(cache)
+    assert next_turn(cache, seq) == 0
+    again = answered(cache, long, ANSWER)
+    cache.finish(again)
+    assert next_turn(cache, again), "what is computed anew is stored"
+
+
 def test_request_that_must_not_be_stored_stores_no_answer_either() -> None:
     cache = make_cache()
     seq = answered(cache, PROMPT, ANSWER)

@@ -51,6 +51,13 @@ def test_greedy_takes_the_lowest_id_on_ties():
     assert sampler()(logits, [row(temperature=0), row(temperature=0)]).token_ids == [[1], [0]]
 
 
+def test_a_temperature_whose_quotient_would_overflow_is_greedy():
+    logits = torch.tensor([[3.0, 2.0, 5.0, 4.0]])
+    for temperature in (1e-40, 5e-324, 1e-31):
+        assert sampler()(logits, [row(temperature=temperature, seed=1)]).token_ids == [[2]]
+        assert SamplingParams(temperature=temperature).temperature == 0.0
+
+
 def test_greedy_is_exact_where_a_tiny_temperature_would_not_be():
     logits = torch.zeros(1, 8)
     logits[0, 6] = 1e-7

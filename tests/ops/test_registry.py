@@ -49,4 +49,4 @@ def test_every_choice_has_its_reason(monkeypatch):
     assert why["rms_norm"] == ("reference", "asked for by engine.ops")
     assert why["packed_linear"] == ("reference", "kernels need a GPU")
     assert why[pool_pairs.POOL_PAIRS.name] == ("reference", "the only implementation")
-    assert PACKED_LINEAR.missing() == ["nvcc is not in PATH"]
+    assert PACKED_LINEAR.missing() == ["nvcc is not in PATH, or triton is not installed"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.batch import Batch, StepKind
 from engine.cuda_graph import NullRecorder, Replay
+from engine.distributed import GroupError
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.parallel.expert_exchange import Route
@@ -30,17 +31,17 @@ EAGER = {"enforce_eager": True}
 
 
 class Listening(NullRecorder):
-    """Notes which recording was replayed, in order of recording. refuses: the recording that fails here."""
+    """Notes which recording was replayed, in order of recording. refuses: the recording that fails here, with `failure`."""
 
-    def __init__(self, refuses: int = -1) -> None:
+    def __init__(self, refuses: int = -1, failure: type[Exception] = RuntimeError) -> None:
         self.replayed: list[int] = []
-        self._count, self._refuses = 0, refuses
+        self._count, self._refuses, self._failure = 0, refuses, failure
 
     def record(self, run: Callable[[], None]) -> Replay:
         number, self._count = self._count, self._count + 1
         replay = super().record(run)
         if number == self._refuses:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise self._failure("operation not permitted when stream is capturing")
 
         def listened() -> None:
             self.replayed.append(number)
@@ -141,10 +142,12 @@ def test_a_step_that_one_rank_cannot_replay_is_eager_on_all(alone):
     assert run_ranks(2, rank_main) == [[1, 1, 2]] * 2
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_all_ranks_stay_eager_when_one_cannot_record(failing, alone, caplog):
+@pytest.mark.parametrize(("failing", "failure"), [(0, RuntimeError), (2, RuntimeError), (1, GroupError)])
+def test_all_ranks_stay_eager_when_one_cannot_record(failing, failure, alone, caplog):
+    """A collective of this rank may fail as well, while the group lives: its communicator may lack memory."""
+
     def rank_main(group):
-        return run_steps(group, [1, 0, 2], Listening(failing if group.rank == 1 else -1), alone).path
+        return run_steps(group, [1, 0, 2], Listening(failing if group.rank == 1 else -1, failure), alone).path
 
     assert run_ranks(2, rank_main) == ["eager"] * 2
     assert "not permitted when stream is capturing" in caplog.text

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from engine.ops.cuda.device import has_clusters
+from engine.ops.cuda.device import has_clusters, shared_bytes
 from engine.ops.cuda.library import Kernels, SampleArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws
@@ -16,15 +16,22 @@ from engine.ops.triton.fallback import warn_once
 # Threads of a block. At 129,280 ids three blocks with their logits fit a multiprocessor, two with what filters need.
 _THREADS, _FILTER_THREADS = 256, 512
 MOST_IDS = 8 * 46 * 1024  # eight blocks of a cluster, 184 KiB of logits each beside the histograms of filters
+_HISTOGRAMS = 40 * 1024  # bytes of a block for filters, at most
 
 
 def launch(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
     """The op `sample_rows` on the current CUDA device; the reference where a row does not fit a cluster, or there are none."""
-    if num_ids > MOST_IDS or not has_clusters(logits.device):
-        warn_once("sample_rows", f"{num_ids} ids, of which clusters of SM90 hold {MOST_IDS}")
+    most = most_ids(logits.device)
+    if num_ids > most:
+        warn_once("sample_rows", f"{num_ids} ids, of which clusters of this device hold {most}")
         result: tuple[Tensor, Tensor] = SAMPLE_ROWS.reference(logits, draws, num_ids)
         return result
     return run_rows(*machine(logits.device), logits, draws, num_ids)
+
+
+def most_ids(device: torch.device) -> int:
+    """Ids of the longest row that fits a cluster, with filters; 0 without clusters."""
+    return min(MOST_IDS, 8 * (shared_bytes(device) - _HISTOGRAMS) // 4) if has_clusters(device) else 0
 
 
 def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: int, threads: int = 0) -> tuple[Tensor, Tensor]:
