@@ -69,9 +69,10 @@ class TurnMemory:
 
     def remember(self, turn: Turn) -> None:
         """Turns without calls, and those with nothing to put back, are not worth a place; one larger than the memory has none."""
-        if not turn.call_ids or not (turn.reasoning or turn.token_ids) or turn.num_bytes > self._most_bytes:
+        size = turn.num_bytes
+        if not turn.call_ids or not (turn.reasoning or turn.token_ids) or size > self._most_bytes:
             return
-        name, size = turn.call_ids[0], turn.num_bytes
+        name = turn.call_ids[0]
         if name in self._turns:
             self._forget(name)
         self._turns[name], self._sizes[name] = turn, size
