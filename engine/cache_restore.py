@@ -48,6 +48,7 @@ class PrefixReader:
         unpin_state(self._cache, match)
         self._kept.let_go_of(state if bad == BAD_STATE else match.path[bad])
         if bad == BAD_STATE:
+            self._cache.index.drops += 1
             if self._cache.index.ref[state] == 0:
                 self._cache.remove_state(state, "audit")
             return

@@ -105,7 +105,7 @@ class PrefixCache:
         self._active: dict[int, Match] = {}
         self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
         self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
-        self._drops: dict[int, int] = {}  # running sequence -> pages found wrong until it had restored
+        self._drops: dict[int, int] = {}  # running sequence -> `index.drops` when it restored
 
     def hash_compiled(self, build_dir: Path) -> None:
         """Use the compiled hash of page keys from now on, if it can be had. From any thread: both give the same keys."""

@@ -53,7 +53,7 @@ class PrefixIndex:
         self.position, self.first_token, self.last_token = _ints(size, 0), _ints(size, 0), _ints(size, 0)
         self.stamp = array("q", [0]) * size
         self.reason = bytearray(size)
-        self.drops = 0  # pages whose bytes were found wrong
+        self.drops = 0  # pages and states whose bytes were found wrong
         self._dead: set[int] = set()  # dropped while pinned; freed with the last pin
         for head in (self._pages, self._states):
             self._prev[head] = self._next[head] = head

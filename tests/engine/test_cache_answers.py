@@ -8,6 +8,7 @@ import random
 import pytest
 
 from engine.engine import Engine
+from engine.page_mover import BAD_STATE
 from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Request, SamplingParams, Sequence
 from hicache.config import HiCacheConfig
@@ -109,6 +110,19 @@ def test_answer_that_went_on_from_pages_found_wrong_is_not_stored() -> None:
     again = answered(cache, long, ANSWER)
     cache.finish(again)
     assert next_turn(cache, again), "what is computed anew is stored"
+
+
+def test_answer_that_went_on_from_a_state_found_wrong_is_not_stored() -> None:
+    cache = make_cache()
+    long = PROMPT + list(range(1100, 1130))
+    run(cache, long)
+    seq = answered(cache, long + list(range(1200, 1240)), ANSWER)
+    other = cache.plan(make_sequence(next(_ids), long + list(range(1300, 1340))))
+    cache._reader._drop(other.match, BAD_STATE)
+    cache.abandon(other)
+    cache.finish(seq)
+    assert_idle(cache)
+    assert "decode" not in cache.stats()["states_written_total"]
 
 
 def test_request_that_must_not_be_stored_stores_no_answer_either() -> None:
