@@ -48,7 +48,9 @@ THINK_S = 3.0
 CLIENTS = 8
 # The supervisor gives up at the fourth failure within ten minutes; after the storm ranks live long enough to judge their memory.
 KILL_GAP_S = (240.0, 360.0)
-STORM_SHARE = 0.4
+STORM_SHARE = 0.35
+# Ranks meet new shapes and fill their tables for about half an hour under this load.
+WARM_S = 1800.0
 
 
 @dataclass
@@ -221,7 +223,7 @@ def main() -> int:
     if not options.judge:
         out.mkdir(parents=True, exist_ok=True)
         seconds = 60 * options.minutes
-        (out / "settings.json").write_text(json.dumps({"seconds": seconds, "warm_s": min(900.0, seconds / 8), "arguments": ARGUMENTS}))
+        (out / "settings.json").write_text(json.dumps({"seconds": seconds, "warm_s": min(WARM_S, seconds / 4), "arguments": ARGUMENTS}))
         soak = Soak(out, seconds, options.share, options.seed)
         signal.signal(signal.SIGTERM, lambda *_: soak.over.set())
         soak.run()
