@@ -45,7 +45,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
     try:
         for ids, max_tokens in zip(prompts, limits, strict=True):
             generations.append(await begin(front, http, request, ids, max_tokens, lambda: front.text.plain_parser(request.stop), grammar))
-    except ApiError:
+    except BaseException:  # whatever it was, those that have begun must end
         close_all()
         raise
     head = new_head("text_completion", "cmpl", request.model)
