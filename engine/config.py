@@ -88,8 +88,9 @@ class EngineConfig:
     )
     prefill_vote: str = knob(
         "intervals",
-        "What decides about prompt steps: the intervals above, or whether a prompt is urgent (in progress, alone on its rank, or waiting).",
-        choices=("intervals", "urgent"),
+        "What decides about prompt steps: the intervals above, for the first chunk of a prompt or (reference) for every one, "
+        "or whether a prompt is urgent (in progress, alone on its rank, or waiting).",
+        choices=("intervals", "reference", "urgent"),
     )
     yoco_mode: str = knob(
         "off",

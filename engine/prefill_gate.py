@@ -9,8 +9,10 @@ construction, so every rank knows on its own when a vote counts:
 A second vote asks whether any rank obtained work. If none did, everyone decodes and the count goes on: a full engine would
 otherwise vote and fail for ever.
 
-That is the rule `intervals`. The rule `urgent` needs no interval: a prompt step comes when every rank wants one, or one rank urgently,
-and at least `DECODE_PAUSE` decode steps lie between two of them while somebody decodes.
+That is the rule `reference`, under which every chunk of a long prompt waits for a vote of its own. The rule `intervals` lets only the
+first one wait: a prompt in progress goes on without a vote, `DECODE_PAUSE` decode steps after the last prompt step while somebody
+decodes, else at once. The rule `urgent` needs no interval: a prompt step comes when every rank wants one, or one rank urgently, with the
+same pause.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class VoteRule(StrEnum):
     """What decides about a prompt step."""
 
     INTERVALS = "intervals"
+    REFERENCE = "reference"
     URGENT = "urgent"
 
 
@@ -95,26 +98,29 @@ class PrefillGate:
         """Ask the group to end: after the step of the next vote `left` is True on all ranks, so that none waits for one that has gone."""
         self._leaving = True
 
-    def said(self, *, unfinished: bool, wants: bool, decoding: bool, urgent: bool = False) -> list[int]:
+    def said(self, *, unfinished: bool, wants: bool, decoding: bool, begun: bool = False, urgent: bool = False) -> list[int]:
         """What a rank gives to a vote; the group takes the maximum of each."""
-        return [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(urgent and wants), int(self._leaving)]
+        presses = wants and (urgent if self.rule is VoteRule.URGENT else begun)
+        return [int(unfinished), int(decoding), int(wants), int(not wants), self._proposal, int(presses), int(self._leaving)]
 
-    def vote(self, *, unfinished: bool, wants: bool, decoding: bool, urgent: bool = False) -> Ballot:
-        """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, who cannot wait for one, a change of
-        intervals, and whether to end."""
-        anyone, someone_decodes, any_wants, someone_declines, change, any_urgent, any_leaves = self.group.max(
-            self.said(unfinished=unfinished, wants=wants, decoding=decoding, urgent=urgent)
+    def vote(self, *, unfinished: bool, wants: bool, decoding: bool, begun: bool = False, urgent: bool = False) -> Ballot:
+        """One packed all-reduce per step: who has work, who decodes, who wants a prompt step, who has one in progress (`begun`) or cannot
+        wait for one (`urgent`), a change of intervals, and whether to end."""
+        anyone, someone_decodes, any_wants, someone_declines, change, any_presses, any_leaves = self.group.max(
+            self.said(unfinished=unfinished, wants=wants, decoding=decoding, begun=begun, urgent=urgent)
         )
         self.left = bool(any_leaves)
         if change:
             self._apply(change)
         self._decoding = bool(someone_decodes)
+        rested = not self._decoding or self._decoded_since >= DECODE_PAUSE
         if self.rule is VoteRule.URGENT:
-            may = not self._decoding or self._decoded_since >= DECODE_PAUSE
-            return Ballot(bool(anyone), self._decoding, may and bool(any_urgent or not someone_declines))
+            return Ballot(bool(anyone), self._decoding, rested and bool(any_presses or not someone_declines))
         point = self.point()
-        passed = any_wants if point is Point.ANY else not someone_declines
-        return Ballot(bool(anyone), self._decoding, point is not Point.NONE and bool(passed))
+        passed = point is not Point.NONE and bool(any_wants if point is Point.ANY else not someone_declines)
+        if self.rule is VoteRule.INTERVALS:
+            passed = passed or (rested and bool(any_presses))
+        return Ballot(bool(anyone), self._decoding, passed)
 
     def obtained_work(self, mine: bool) -> bool:
         """Second vote: did any rank find a prompt that it can run?"""

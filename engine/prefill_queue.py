@@ -37,16 +37,20 @@ class PrefillQueue:
         self.waiting.insert(1 if self.waiting and self.waiting[0].block_table else 0, seq)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a prompt is in progress: it stands at the head and owns all its blocks."""
+        return bool(self.waiting) and bool(self.waiting[0].block_table)
+
+    @property
     def wants_step(self) -> bool:
-        """A prompt in progress owns all its blocks already, so the watermark does not hold it back."""
-        return bool(self.waiting) and (bool(self.waiting[0].block_table) or self._blocks.blocks.usage <= WATERMARK)
+        """A prompt in progress needs no more blocks, so the watermark does not hold it back."""
+        return self.has_begun or (bool(self.waiting) and self._blocks.blocks.usage <= WATERMARK)
 
     def is_urgent(self, decoding: bool) -> bool:
         """Whether the head should not wait for other ranks: it is in progress, its rank has nothing else to do, or it waited long."""
         if not self.waiting:
             return False
-        head = self.waiting[0]
-        return bool(head.block_table) or not decoding or self._clock() - head.arrival_s > PATIENCE_S
+        return self.has_begun or not decoding or self._clock() - self.waiting[0].arrival_s > PATIENCE_S
 
     def select(self, num_running: int) -> Step:
         """Fill the token budget from the head of `waiting`. At most one piece is a chunk, and it ends the batch."""

@@ -95,14 +95,20 @@ class Scheduler:
         """
         gate = self.gate
         decoding = bool(self.running)
-        urgent = self._queue.is_urgent(decoding)
-        ballot = gate.vote(unfinished=self.has_work, wants=self._queue.wants_step, decoding=decoding, urgent=urgent)
+        queue = self._queue
+        ballot = gate.vote(
+            unfinished=self.has_work,
+            wants=queue.wants_step,
+            decoding=decoding,
+            begun=queue.has_begun,
+            urgent=queue.is_urgent(decoding),
+        )
         if not ballot.unfinished:
             self._land()
             return Step(StepKind.DECODE, idle=True)
         if ballot.prefill:
             self._land()
-            step = self._queue.select(len(self.running)) if self._queue.wants_step else Step(StepKind.PREFILL)
+            step = queue.select(len(self.running)) if queue.wants_step else Step(StepKind.PREFILL)
             if gate.obtained_work(bool(step.seqs)):
                 gate.count_prompt_step()
                 self.counters.prompt_steps += 1

@@ -40,7 +40,10 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Independent requests. arrivals_s: an open loop's starts; without any, `concurrency` at a time with `think_s` in between."""
+    """Independent requests. arrivals_s: an open loop's starts; without any, `concurrency` at a time with `think_s` in between.
+
+    trace: prompt and output tokens of each request, in order of their starts; without any, all have `prompt_tokens` and `output_tokens`.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -48,17 +51,23 @@ class Workload:
     arrivals_s: tuple[float, ...] = ()
     concurrency: int = 1
     think_s: float = 0.0
+    trace: tuple[tuple[int, int], ...] = ()
+
+    def tokens(self, number: int) -> tuple[int, int]:
+        return self.trace[number] if self.trace else (self.prompt_tokens, self.output_tokens)
 
 
 @dataclass(slots=True)
 class Simulated:
-    """One request: when it came, how many steps it waited before its first prompt step, when its first token came, and its gaps."""
+    """One request: when it came, how many decode steps it waited for its first prompt step and between its chunks, when its first token
+    came, and its gaps."""
 
     at_s: float
     rank: int
     prompt_left: int
     output_left: float
     waited_steps: int = 0
+    paused_steps: int = 0
     started: bool = False
     first_s: float = 0.0
     last_s: float = 0.0
@@ -95,10 +104,13 @@ class Rank:
     def load(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    @property
+    def has_begun(self) -> bool:
+        """As `engine.prefill_queue`, and so is `is_urgent`."""
+        return bool(self.waiting) and self.waiting[0].started
+
     def is_urgent(self, now_s: float) -> bool:
-        """As `engine.prefill_queue`."""
-        head = self.waiting[0] if self.waiting else None
-        return head is not None and (head.started or not self.running or now_s - head.at_s > PATIENCE_S)
+        return bool(self.waiting) and (self.has_begun or not self.running or now_s - self.waiting[0].at_s > PATIENCE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +165,8 @@ class Simulation:
         order = [(rank + self._turn) % len(self._ranks) for rank in range(len(self._ranks))]
         rank = min(order, key=lambda index: self._ranks[index].load)
         self._turn = rank + 1
-        self._ranks[rank].waiting.append(Simulated(at_s, rank, work.prompt_tokens, float(work.output_tokens)))
+        prompt, output = work.tokens(self._sent)
+        self._ranks[rank].waiting.append(Simulated(at_s, rank, prompt, float(output)))
 
     def _step(self) -> list[Simulated] | None:
         """One iteration of the group; None when it is idle. Returns the requests that ended."""
@@ -161,7 +174,13 @@ class Simulation:
         ballot = self._tally.vote(
             self._gate,
             [
-                {"unfinished": rank.load > 0, "wants": want, "decoding": bool(rank.running), "urgent": rank.is_urgent(self._now)}
+                {
+                    "unfinished": rank.load > 0,
+                    "wants": want,
+                    "decoding": bool(rank.running),
+                    "begun": rank.has_begun,
+                    "urgent": rank.is_urgent(self._now),
+                }
                 for want, rank in zip(wants, self._ranks, strict=True)
             ],
         )
@@ -200,6 +219,7 @@ class Simulation:
         for rank in self._ranks:
             for request in rank.waiting:
                 request.waited_steps += not request.started
+                request.paused_steps += request.started
             for request in rank.running:
                 request.gaps_s.append(self._now - request.last_s)
                 request.last_s = self._now
@@ -219,4 +239,5 @@ def simulate(work: Workload, group: SimulatedGroup) -> list[Simulated]:
 
 
 def mean_wait_steps(requests: Sequence[Simulated]) -> float:
-    return sum(request.waited_steps for request in requests) / len(requests)
+    """Decode steps before the first token, between chunks too."""
+    return sum(request.waited_steps + request.paused_steps for request in requests) / len(requests)

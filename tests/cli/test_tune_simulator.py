@@ -1,6 +1,8 @@
-"""The simulator of prompt steps: waits follow the interval, chunks pay again, nothing is lost."""
+"""The simulator of prompt steps: waits follow the interval, chunks pay it once, nothing is lost."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
@@ -26,12 +28,23 @@ def test_one_rank_never_waits() -> None:
     assert mean_wait_steps(simulate(LONE, SimulatedGroup(ranks=1, attempt=70, any_=100, costs=COSTS))) == 0
 
 
-def test_every_chunk_of_a_long_prompt_waits_again() -> None:
+@pytest.mark.parametrize("any_", [100, 2])
+def test_chunks_of_a_long_prompt_wait_again_under_the_rule_of_the_reference_only(any_: int) -> None:
     long = Workload(prompt_tokens=4096, output_tokens=1, count=1)
-    (request,) = simulate(long, SimulatedGroup(ranks=2, attempt=70, any_=100, costs=COSTS, chunk_tokens=1024))
-    assert request.ttft_s == pytest.approx(4 * (100 * 0.001 + 0.020 + 0.002))
-    (request,) = simulate(long, SimulatedGroup(ranks=2, attempt=70, any_=2, costs=COSTS, chunk_tokens=1024))
-    assert request.ttft_s == pytest.approx(4 * (2 * 0.001 + 0.020 + 0.002))
+    group = SimulatedGroup(ranks=2, attempt=70, any_=any_, costs=COSTS, chunk_tokens=1024, rule=VoteRule.REFERENCE)
+    (request,) = simulate(long, group)
+    assert (request.waited_steps, request.paused_steps) == (any_, 3 * any_)
+    assert request.ttft_s == pytest.approx(4 * (any_ * 0.001 + 0.020 + 0.002))
+    (request,) = simulate(long, dataclasses.replace(group, rule=VoteRule.INTERVALS))
+    assert (request.waited_steps, request.paused_steps) == (any_, 0)
+    assert request.ttft_s == pytest.approx(any_ * 0.001 + 4 * (0.020 + 0.002))
+
+
+def test_a_trace_gives_every_request_its_own_length() -> None:
+    work = Workload(0, 0, 3, (0.0, 5.0, 10.0), trace=((64, 1), (4096, 5), (1, 3)))
+    requests = simulate(work, SimulatedGroup(ranks=2, attempt=70, any_=2, costs=COSTS, chunk_tokens=1024))
+    assert [len(request.gaps_s) for request in requests] == [0, 4, 2]
+    assert requests[1].ttft_s == pytest.approx(requests[0].ttft_s + 3 * 0.022)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -99,22 +112,34 @@ def test_every_request_ends_in_order_of_time(
         assert 1 + len(request.gaps_s) * tokens_per_step >= 9
 
 
+@pytest.mark.parametrize("prompt", [8, 40])  # one chunk and three
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("rule", list(VoteRule))
 @pytest.mark.parametrize("any_", [100, 7, 2])
-def test_it_agrees_with_the_scheduler_of_the_engine(any_: int, rule: VoteRule) -> None:
-    """Three scheduler threads in lockstep, one of them with one prompt: as many steps before its first token as simulated."""
+def test_it_agrees_with_the_scheduler_of_the_engine(any_: int, rule: VoteRule, busy: bool, prompt: int) -> None:
+    """Three scheduler threads in lockstep, one with one prompt, perhaps another that decodes: as many steps to its end as simulated."""
+    wait = 0 if rule is VoteRule.URGENT else any_
+    lead = wait + 2 if busy else 0  # the other one waits, has its prompt step, and decodes once
 
     def rank_main(group: object) -> int:
-        scheduler = make_scheduler(group, any_=any_, rule=rule)  # type: ignore[arg-type]
-        if group.rank == 1:  # type: ignore[attr-defined]
-            scheduler.add(make_sequence("lone", 8, max_tokens=1))
+        scheduler = make_scheduler(group, any_=any_, rule=rule, max_model_len=400, num_blocks=120)  # type: ignore[arg-type]
+        rank = group.rank  # type: ignore[attr-defined]
+        if busy and rank == 0:
+            scheduler.add(make_sequence("busy", 1, max_tokens=399, ignore_eos=True))
+        for _ in range(lead):
+            run_step(scheduler)
+        if rank == 1:
+            scheduler.add(make_sequence("lone", prompt, max_tokens=1))
         steps = 0
-        while True:
-            step, _ = run_step(scheduler)
-            if step.idle:
-                return steps
+        while group.max([int(scheduler.has_work and rank == 1)])[0]:  # type: ignore[attr-defined]
+            run_step(scheduler)
             steps += 1
+        return steps
 
     taken = run_ranks(3, rank_main)
-    (request,) = simulate(Workload(8, 1, 1), SimulatedGroup(ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16, rule=rule))
-    assert taken == [request.waited_steps + 1] * 3
+    group = SimulatedGroup(ranks=3, attempt=70, any_=any_, costs=COSTS, chunk_tokens=16, rule=rule)
+    decoded_s = wait * COSTS.vote_s + COSTS.prompt(1) + 2 * COSTS.vote_s + COSTS.decode(1) + COSTS.vote_s
+    arrivals = (0.0, decoded_s - 1e-6) if busy else (0.0,)
+    request = simulate(Workload(0, 0, len(arrivals), arrivals, trace=((1, 399), (prompt, 1))[-len(arrivals) :]), group)[-1]
+    chunks = -(-prompt // 16)
+    assert taken == [request.waited_steps + request.paused_steps + chunks] * 3

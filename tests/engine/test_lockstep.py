@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import StepKind
-from engine.prefill_gate import VoteRule
+from engine.prefill_gate import DECODE_PAUSE, VoteRule
 from engine.prefill_queue import PATIENCE_S
 from tests.engine.simulation import (
     FakeClock,
@@ -58,20 +58,39 @@ def test_all_ranks_run_the_same_kind_of_step_and_stop_together(size, seed, any_,
             assert tokens == expected_tokens(seq, 48)[: len(tokens)]
 
 
-@pytest.mark.parametrize("any_", [1, 2, 100])
-def test_an_isolated_prompt_waits_for_the_any_interval_per_chunk(any_: int):
-    def rank_main(group):
-        scheduler = make_scheduler(group, any_=any_)
-        if group.rank == 0:
-            scheduler.add(make_sequence("long", 40, max_tokens=1))  # three chunks
-        else:
-            scheduler.add(make_sequence("other", 1, max_tokens=400, ignore_eos=True))  # keeps decoding once it has begun
-        return [run_step(scheduler)[0].kind for _ in range(4 * any_ + 8)]
+def prompt_steps(rule: VoteRule, any_: int, num_steps: int, *, busy: bool) -> list[int]:
+    """Which steps of two ranks are prompt steps while rank 0 has one prompt of three chunks; busy: the other one decodes all the time."""
 
-    kinds = run_ranks(2, rank_main)[0]
-    prompts = [i for i, kind in enumerate(kinds) if kind is StepKind.PREFILL]
+    def rank_main(group):
+        scheduler = make_scheduler(group, any_=any_, rule=rule)
+        if group.rank == 0:
+            scheduler.add(make_sequence("long", 40, max_tokens=1))
+        elif busy:
+            scheduler.add(make_sequence("other", 1, max_tokens=400, ignore_eos=True))
+        return [run_step(scheduler)[0].kind for _ in range(num_steps)]
+
+    kinds = run_ranks(2, rank_main)
+    assert kinds[0] == kinds[1]
+    return [i for i, kind in enumerate(kinds[0]) if kind is StepKind.PREFILL]
+
+
+@pytest.mark.parametrize("any_", [1, 2, 100])
+def test_under_the_rule_of_the_reference_every_chunk_waits_for_the_any_interval(any_: int):
     # Both ranks want the first step; from then on rank 0 is alone with its chunks.
-    assert prompts[:3] == [0, any_ + 1, 2 * (any_ + 1)]
+    assert prompt_steps(VoteRule.REFERENCE, any_, 2 * any_ + 3, busy=True) == [0, any_ + 1, 2 * (any_ + 1)]
+    first = any_  # nobody else wants even that one
+    assert prompt_steps(VoteRule.REFERENCE, any_, 3 * any_ + 3, busy=False) == [first, first + any_ + 1, first + 2 * (any_ + 1)]
+
+
+@pytest.mark.parametrize("any_", [1, 2, 100])
+def test_a_prompt_in_progress_leaves_two_decode_steps_to_others_and_waits_for_no_interval(any_: int):
+    pause = min(any_, DECODE_PAUSE)
+    assert prompt_steps(VoteRule.INTERVALS, any_, 2 * any_ + 9, busy=True) == [0, pause + 1, 2 * (pause + 1)]
+
+
+@pytest.mark.parametrize("any_", [1, 2, 100])
+def test_an_isolated_prompt_of_several_chunks_waits_once(any_: int):
+    assert prompt_steps(VoteRule.INTERVALS, any_, any_ + 3, busy=False) == [any_, any_ + 1, any_ + 2]
 
 
 @pytest.mark.parametrize("any_", [2, 100])

@@ -2,7 +2,7 @@ import pytest
 
 from engine.distributed import SoloGroup
 from engine.errors import ConfigError
-from engine.prefill_gate import DECODE_PAUSE, MAX_INTERVAL, MAX_PROMPT_STREAK, Point, PrefillGate
+from engine.prefill_gate import DECODE_PAUSE, MAX_INTERVAL, MAX_PROMPT_STREAK, Point, PrefillGate, VoteRule
 from tests.engine.simulation import run_ranks
 
 
@@ -49,6 +49,29 @@ def test_one_rank_that_leaves_ends_the_group_in_the_same_step_on_all_ranks():
         return left
 
     assert run_ranks(3, rank_main) == [[False, False, True, True]] * 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "decoding", "decode_step", "passes"),
+    [
+        (VoteRule.INTERVALS, False, 0, True),
+        (VoteRule.INTERVALS, True, 1, False),
+        (VoteRule.INTERVALS, True, DECODE_PAUSE, True),
+        (VoteRule.REFERENCE, False, 0, False),
+        (VoteRule.REFERENCE, True, DECODE_PAUSE, False),
+        (VoteRule.REFERENCE, True, 100, True),
+    ],
+)
+def test_a_prompt_in_progress_needs_no_vote_unless_the_reference_rules(rule: VoteRule, decoding: bool, decode_step: int, passes: bool):
+    def rank_main(group):
+        gate = PrefillGate(group, 70, 100, rule)
+        gate.count_prompt_step()
+        for _ in range(decode_step):
+            gate.count_decode_step()
+        mine = group.rank == 1
+        return gate.vote(unfinished=True, wants=mine, decoding=decoding, begun=mine).prefill
+
+    assert run_ranks(2, rank_main) == [passes, passes]
 
 
 def test_an_idle_group_says_so():

@@ -131,7 +131,12 @@ class Cluster:
         ballot = self.tally.vote(
             self.gate,
             [
-                {"unfinished": bool(rank.waiting or rank.running), "wants": want, "decoding": bool(rank.running)}
+                {
+                    "unfinished": bool(rank.waiting or rank.running),
+                    "wants": want,
+                    "decoding": bool(rank.running),
+                    "begun": any(request.restored >= 0 for request in rank.waiting),
+                }
                 for want, rank in zip(wants, self.ranks, strict=True)
             ],
         )
