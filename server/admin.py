@@ -169,9 +169,15 @@ async def _prompt(front: Front, http: HttpRequest, body: dict[str, Any]) -> tupl
 
 
 def scheduling(front: Front) -> dict[str, Any]:
-    engine = front.launch.engine
-    values = {"prefill_any_interval": engine.prefill_any_interval, "prefill_attempt_interval": engine.prefill_attempt_interval}
-    return {**values, **front.intervals}
+    """What decides about prompt steps, and how long one can be (null before the ranks are ready)."""
+    engine, limits = front.launch.engine, front.pool.limits
+    return {
+        "prefill_any_interval": engine.prefill_any_interval,
+        "prefill_attempt_interval": engine.prefill_attempt_interval,
+        **front.intervals,
+        "prefill_vote": engine.prefill_vote,
+        "max_num_batched_tokens": limits.max_num_batched_tokens if limits is not None else None,
+    }
 
 
 async def set_scheduling(front: Front, http: HttpRequest) -> Response:

@@ -143,7 +143,9 @@ def _admin_paths() -> dict[str, Any]:
             )
         },
         "/deepinfer/scheduling": {
-            "get": _operation("The prefill intervals in force.", _json("Scheduling"), ("503",)),
+            "get": _operation(
+                "The prefill intervals in force, the rule that they serve, and the tokens of a prompt step.", _json("Scheduling"), ("503",)
+            ),
             "post": _operation("Change them on all ranks at the same step.", _json("Scheduling"), failures, change),
         },
     }

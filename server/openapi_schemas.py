@@ -221,7 +221,12 @@ def answer_schemas() -> dict[str, Schema]:
         "Rendered": answer(prompt=STRING, tokens=array(COUNT), count=COUNT),
         "Health": record(["status"], status={"const": "ok"}, ranks=answer(ready=COUNT, total=COUNT)),
         "Version": answer(name={"const": "dix"}, version=STRING),
-        "Scheduling": answer(prefill_any_interval=COUNT, prefill_attempt_interval=COUNT),
+        "Scheduling": answer(
+            prefill_any_interval=COUNT,
+            prefill_attempt_interval=COUNT,
+            prefill_vote=STRING,
+            max_num_batched_tokens=nullable("integer", minimum=1),
+        ),
         "Error": answer(error=answer(message={"type": "string", "minLength": 1}, type=STRING, param=TEXT_OR_NULL, code=TEXT_OR_NULL)),
         "Metrics": record(
             [

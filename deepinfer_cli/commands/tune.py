@@ -123,8 +123,8 @@ def measure_all(bench: Bench, plan: Plan, costs: StepCosts) -> tuple[list[Measur
             out[index].run_ids.append(summary.name)
         out[index].runs.append(sample)
     lone = pd.concat(alone)
-    costs = refined(costs, lone)
-    load_costs = under_load(costs, pd.concat(loads), pd.concat(gaps)) if loads else costs
+    costs = refined(costs, lone, bench.chunk_tokens)
+    load_costs = under_load(costs, pd.concat(loads), pd.concat(gaps), bench.chunk_tokens) if loads else costs
     tokens = [int(pd.concat(frames)["prompt_tokens"].median()) for frames in (alone, loads or alone)]
     predict(bench, plan, out, (costs, tokens[0]), (load_costs, tokens[1]))
     return out, costs
@@ -136,7 +136,15 @@ def predict(bench: Bench, plan: Plan, measured: list[Measurement], lone: tuple[S
     from deepinfer_cli.tune.simulator import Simulated, SimulatedGroup, simulate
 
     def play(recipe: Recipe, facts: tuple[StepCosts, int], value: int) -> list[Simulated]:
-        return simulate(workload(recipe, facts[1]), SimulatedGroup(ranks=bench.ranks, attempt=bench.attempt, any_=value, costs=facts[0]))
+        group = SimulatedGroup(
+            ranks=bench.ranks,
+            attempt=bench.attempt,
+            any_=value,
+            costs=facts[0],
+            chunk_tokens=bench.chunk_tokens,
+            rule=bench.rule,
+        )
+        return simulate(workload(recipe, facts[1]), group)
 
     for m in measured:
         together = play(plan.load, load, m.value) if plan.loaded else []

@@ -20,6 +20,7 @@ from deepinfer_cli.bench.recipe import Recipe
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.report.stats import Summary, summarize
 from deepinfer_cli.tune.simulator import Simulated, StepCosts, Workload, mean_wait_steps
+from engine.prefill_gate import DECODE_PAUSE, VoteRule
 from hicache.errors import DixError
 
 PATH = "/deepinfer/scheduling"
@@ -74,6 +75,10 @@ class Bench:
             self._before: Mapping[str, Any] = api.get(PATH)
         except RequestRefused as error:
             raise NotMeasurable(f"{api.url} has no {PATH}", hint="intervals can be changed on a dix server only") from error
+        if "prefill_vote" not in self._before:
+            raise NotMeasurable("the server does not say what decides about prompt steps", hint="it is older than this command: restart it")
+        if self.rule is VoteRule.URGENT:
+            raise NotMeasurable("with engine.prefill_vote=urgent no interval decides", hint="start the server with prefill_vote=intervals")
         metrics = api.get("/deepinfer/metrics")
         self.ranks, self.model = len(metrics.get("ranks") or []), str(metrics.get("model", ""))
 
@@ -84,6 +89,15 @@ class Bench:
     @property
     def interval(self) -> int:
         return int(self._before[KEY])
+
+    @property
+    def rule(self) -> VoteRule:
+        return VoteRule(self._before["prefill_vote"])
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of a prompt step."""
+        return int(self._before["max_num_batched_tokens"])
 
     def set(self, value: int) -> None:
         self._api.post(PATH, {KEY: value})
@@ -128,16 +142,26 @@ def check_load(load: Recipe) -> None:
 
 
 def calibrate(bench: Bench, load: Recipe, lone_tokens: int) -> StepCosts:
-    """Step times of the running server: votes, prompt steps of two sizes, decode steps of two widths."""
+    """Step times of the running server: votes, prompt steps of two sizes, decode steps of two widths.
+
+    Raises:
+        NotMeasurable: prompts of several chunks that each wait.
+    """
+    most = max(load.prompt.first_tokens, 2 * lone_tokens)
+    if bench.rule is VoteRule.REFERENCE and most > bench.chunk_tokens:
+        raise NotMeasurable(
+            f"with engine.prefill_vote=reference every chunk waits, which the calibration cannot tell from work: {most} tokens a prompt",
+            hint=f"prompts of at most {bench.chunk_tokens} tokens, or prefill_vote=intervals",
+        )
     lone = lone_recipe(load, CALIBRATION_REQUESTS, lone_tokens)
     waiting = bench.run(lone, VOTES if bench.ranks > 1 else 1, "calibration: votes")
     small = columns(waiting)
-    large_recipe = with_values(lone, {"prompt.first_tokens": max(load.prompt.first_tokens, 2 * lone_tokens)})
+    large_recipe = with_values(lone, {"prompt.first_tokens": most})
     prompt = bench.run(large_recipe, 1, "calibration: prompts")
     large = columns(prompt)
     vote_s, wake_s = votes_of([(wait_of(s), float(f["server_queue_ms"].median()) / 1e3) for s, f in ((prompt, large), (waiting, small))])
-    times, sizes = ([float(f[name].median()) for f in (small, large)] for name in ("prefill_ms", "prompt_tokens"))
-    token_s = max(0.0, (times[1] - times[0]) / 1e3 / (sizes[1] - sizes[0]))
+    prefills = [(int(f["prompt_tokens"].median()), float(f["prefill_ms"].median()) / 1e3) for f in (small, large)]
+    prompt_s, token_s = prompt_costs(prefills, vote_s, bench.chunk_tokens)
     gaps = [_gaps(bench, load, rows) for rows in (1, 4)]
     row_s = max(0.0, (gaps[1][0] - gaps[0][0]) / 3)
     return StepCosts(
@@ -145,7 +169,7 @@ def calibrate(bench: Bench, load: Recipe, lone_tokens: int) -> StepCosts:
         wake_s=wake_s,
         decode_s=max(0.0, gaps[0][0] - row_s - vote_s),
         decode_row_s=row_s,
-        prompt_s=max(0.0, times[0] / 1e3 - token_s * sizes[0] - vote_s),
+        prompt_s=prompt_s,
         prompt_token_s=token_s,
         overhead_s=outside_engine_s(small),
         tokens_per_step=gaps[0][1],
@@ -164,31 +188,58 @@ def votes_of(waits: list[tuple[float, float]]) -> tuple[float, float]:
     return vote_s, max(0.0, short_s - (few + 1) * vote_s)
 
 
+def num_chunks(tokens: int, chunk_tokens: int) -> int:
+    return -(-tokens // chunk_tokens)
+
+
+def voting_s(chunks: int, vote_s: float) -> float:
+    """Of a prefill: two votes a chunk, less the first one, which admitted the prompt."""
+    return (2 * chunks - 1) * vote_s
+
+
+def prompt_costs(prefills: list[tuple[int, float]], vote_s: float, chunk_tokens: int) -> tuple[float, float]:
+    """(seconds a prompt step, seconds a token) from two prefills while nobody decodes, each as (tokens, seconds).
+
+    Prompts of equally full steps do not tell the two apart: then all of it counts by tokens.
+    """
+    (n1, s1), (n2, s2) = prefills
+    k1, k2 = num_chunks(n1, chunk_tokens), num_chunks(n2, chunk_tokens)
+    work1, work2 = max(0.0, s1 - voting_s(k1, vote_s)), max(0.0, s2 - voting_s(k2, vote_s))
+    apart = k1 * n2 - k2 * n1
+    token_s = max(0.0, (k1 * work2 - k2 * work1) / apart) if apart else work2 / n2
+    return max(0.0, work1 - token_s * n1) / k1, token_s
+
+
 def outside_engine_s(good: pd.DataFrame) -> float:
     """Median of what the client's TTFT has beyond the engine's account: HTTP, tokenising, sending."""
     inside = good["server_queue_ms"] + good["restore_ms"] + good["prefill_ms"]
     return float((good["ttft_ms"] - inside).median()) / 1e3
 
 
-def refined(costs: StepCosts, lone: pd.DataFrame) -> StepCosts:
+def refined(costs: StepCosts, lone: pd.DataFrame, chunk_tokens: int) -> StepCosts:
     """Prompt steps and overhead from the lone requests of all values together.
 
     They are the same work at every interval, so a machine that got slower since the calibration moves them all alike.
     """
-    tokens, prefill_s = float(lone["prompt_tokens"].median()), max(0.0, float(lone["prefill_ms"].median()) / 1e3 - costs.vote_s)
-    prompt_s = max(0.0, prefill_s - costs.prompt_token_s * tokens)
-    token_s = min(costs.prompt_token_s, prefill_s / tokens)
+    tokens = int(lone["prompt_tokens"].median())
+    chunks = num_chunks(tokens, chunk_tokens)
+    work_s = max(0.0, float(lone["prefill_ms"].median()) / 1e3 - voting_s(chunks, costs.vote_s))
+    prompt_s = max(0.0, work_s - costs.prompt_token_s * tokens) / chunks
+    token_s = min(costs.prompt_token_s, work_s / tokens)
     return dataclasses.replace(costs, prompt_s=prompt_s, prompt_token_s=token_s, overhead_s=outside_engine_s(lone))
 
 
-def under_load(costs: StepCosts, load: pd.DataFrame, gaps_ms: pd.Series[float]) -> StepCosts:
+def under_load(costs: StepCosts, load: pd.DataFrame, gaps_ms: pd.Series[float], chunk_tokens: int) -> StepCosts:
     """The step times that prevailed while the load ran: clients, ranks and whatever else shares the machine slow each other down.
 
     The medians of prompt steps and gaps scale the calibrated times; how they depend on tokens and sequences stays as calibrated.
     """
-    prompt = costs.prompt(int(load["prompt_tokens"].median()))
-    slower = max(0.0, float(load["prefill_ms"].median()) / 1e3 - costs.vote_s) / prompt if prompt else 1.0
+    tokens = int(load["prompt_tokens"].median())
+    chunks = num_chunks(tokens, chunk_tokens)
     decode = costs.decode(1) + costs.vote_s
+    work = costs.prompt_s * chunks + costs.prompt_token_s * tokens
+    beside = voting_s(chunks, costs.vote_s) + (chunks - 1) * DECODE_PAUSE * decode
+    slower = max(0.0, float(load["prefill_ms"].median()) / 1e3 - beside) / work if work else 1.0
     slower_decode = float(gaps_ms.median()) / 1e3 / decode if decode and len(gaps_ms) else 1.0
     return dataclasses.replace(
         costs,
@@ -266,9 +317,9 @@ def workload(recipe: Recipe, prompt_tokens: int) -> Workload:
 
 def simulated_sample(lone: list[Simulated], load: list[Simulated], costs: StepCosts, load_costs: StepCosts) -> Sample:
     """The same numbers of simulated requests; `load` may be empty."""
-    waits = mean_wait_steps(lone)
+    waits, queued = mean_wait_steps(lone), float(np.mean([r.waited_steps for r in lone]))
     lone_ms = (float(np.median([r.ttft_s for r in lone])) + costs.overhead_s) * 1e3
-    queue_ms = ((waits + 1) * costs.vote_s + costs.wake_s) * 1e3  # a lone request waits while nobody computes, then for the vote
+    queue_ms = ((queued + 1) * costs.vote_s + costs.wake_s) * 1e3  # a lone request waits while nobody computes, then for the vote
     if not load:
         return Sample(waits, queue_ms, lone_ms)
     ttft = np.asarray([r.ttft_s + load_costs.overhead_s for r in load]) * 1e3

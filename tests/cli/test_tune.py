@@ -19,6 +19,7 @@ from deepinfer_cli.tune.choice import choose
 from deepinfer_cli.tune.measure import Measurement, NotMeasurable, Sample, check_load
 from deepinfer_cli.tune.simulator import SimulatedGroup, StepCosts, Workload, simulate
 from deepinfer_cli.tune.write import with_value, write_value
+from engine.prefill_gate import VoteRule
 from tests.cli.fake_server import serving
 
 COUNTERS_AGE_S = harness.COUNTERS_AGE_S  # as it is outside tests
@@ -112,7 +113,7 @@ def test_the_count_of_decode_steps_begins_anew_right_before_a_run(monkeypatch: p
 
     class Server:
         url, model = "http://server", lambda self: "m"
-        get = lambda self, path: {measure.KEY: 7}  # noqa: E731
+        get = lambda self, path: {measure.KEY: 7, "prefill_vote": "intervals"}  # noqa: E731
         post = lambda self, path, body: happened.append(body[measure.KEY])  # noqa: E731
         chat = lambda self, body: happened.append(f"chat of {body['max_tokens']}")  # noqa: E731
 
@@ -145,13 +146,45 @@ def test_the_simulator_gives_back_the_account_that_its_costs_were_taken_from(val
     account = {"prompt_tokens": 32.0, "server_queue_ms": queue_ms(value), "restore_ms": 0.0, "prefill_ms": prefill_ms}
     lone = pd.DataFrame([{**account, "ttft_ms": queue_ms(value) + prefill_ms + outside_ms}])
     vote_s, wake_s = measure.votes_of([(steps, queue_ms(steps) / 1e3) for steps in (1, 500)])
-    costs = measure.refined(StepCosts(vote_s, 0.02, 0.0, 0.5, 0.0, wake_s), lone)
+    costs = measure.refined(StepCosts(vote_s, 0.02, 0.0, 0.5, 0.0, wake_s), lone, 512)
     work = Workload(prompt_tokens=32, output_tokens=1, count=3, think_s=0.1)
     simulated = simulate(work, SimulatedGroup(ranks=4, attempt=70, any_=value, costs=costs))
     sample = measure.simulated_sample(simulated, [], costs, costs)
     assert sample.wait_steps == value
     assert sample.queue_ms == pytest.approx(queue_ms(value))
     assert sample.lone_ttft_ms == pytest.approx(queue_ms(value) + prefill_ms + outside_ms)
+
+
+def test_costs_of_prompts_in_several_chunks_are_told_apart() -> None:
+    prompt_s, token_s, vote_s = 0.020, 0.0001, 0.003
+
+    def prefill(tokens: int) -> tuple[int, float]:
+        chunks = measure.num_chunks(tokens, 512)
+        return tokens, chunks * prompt_s + tokens * token_s + (2 * chunks - 1) * vote_s
+
+    found = measure.prompt_costs([prefill(32), prefill(2000)], vote_s, 512)
+    assert found == pytest.approx((prompt_s, token_s))
+    lone = pd.DataFrame([{"prompt_tokens": 2000.0, "server_queue_ms": 0.0, "restore_ms": 0.0, "prefill_ms": prefill(2000)[1] * 1e3}])
+    costs = measure.refined(StepCosts(vote_s, 0.02, 0.0, *found), lone.assign(ttft_ms=lone["prefill_ms"]), 512)
+    assert (costs.prompt_s, costs.prompt_token_s) == pytest.approx((prompt_s, token_s))
+    full = measure.prompt_costs([prefill(512), prefill(1024)], vote_s, 512)  # nothing tells steps and tokens apart
+    assert full == pytest.approx((0.0, token_s + prompt_s / 512))
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [({}, "does not say what decides"), ({"prefill_vote": "urgent"}, "no interval decides")],
+)
+def test_a_server_on_which_intervals_decide_nothing_is_refused(said: dict[str, str], reason: str) -> None:
+    api = SimpleNamespace(url="http://server", get=lambda path: {measure.KEY: 2, **said})
+    with pytest.raises(NotMeasurable, match=reason):
+        measure.Bench(cast("Any", None), cast(Any, api), "", lambda text: None)
+
+
+def test_chunks_that_each_wait_are_not_calibrated() -> None:
+    bench = SimpleNamespace(rule=VoteRule.REFERENCE, chunk_tokens=512)
+    with pytest.raises(NotMeasurable, match="every chunk waits"):
+        measure.calibrate(cast(Any, bench), load_recipe("prefill-interval"), 400)
 
 
 @pytest.mark.e2e
