@@ -41,9 +41,11 @@ __device__ __forceinline__ void group_commit() {
 #endif
 }
 
+// Until all but the last `kPending` committed groups of products are over.
+template <int kPending>
 __device__ __forceinline__ void group_wait() {
 #ifdef DIX_WARPGROUPS
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
@@ -56,9 +58,9 @@ __device__ __forceinline__ uint64_t tokens_at(const unsigned char* tile, int ste
 
 #define DIX_SUMS(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 
-// d += a b for 16 columns of a tile of 16 * kPairs tokens.
-template <int kPairs>
-__device__ __forceinline__ void group_multiply(float (&d)[16][4], const uint32_t (&a)[4], const unsigned char* tile, int step) {
+// d += a b, or d = a b, for 16 columns of a tile of 16 * kPairs tokens.
+template <int kPairs, bool kAdd = true, int kSize>
+__device__ __forceinline__ void group_multiply(float (&d)[kSize][4], const uint32_t (&a)[4], const unsigned char* tile, int step) {
 #ifdef DIX_WARPGROUPS
     const uint64_t tokens = tokens_at(tile, step);
     if constexpr (kPairs == 2) {
@@ -68,7 +70,16 @@ __device__ __forceinline__ void group_multiply(float (&d)[16][4], const uint32_t
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
             "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
             : DIX_SUMS(0), DIX_SUMS(1), DIX_SUMS(2), DIX_SUMS(3)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(1));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "n"(kAdd ? 1 : 0));
+    } else if constexpr (kPairs == 3) {
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %29, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23"
+            "}, {%24, %25, %26, %27}, %28, p, 1, 1, 0; }"
+            : DIX_SUMS(0), DIX_SUMS(1), DIX_SUMS(2), DIX_SUMS(3), DIX_SUMS(4), DIX_SUMS(5)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "n"(kAdd ? 1 : 0));
     } else if constexpr (kPairs == 4) {
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %37, 0; "
@@ -77,7 +88,7 @@ __device__ __forceinline__ void group_multiply(float (&d)[16][4], const uint32_t
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
             "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
             : DIX_SUMS(0), DIX_SUMS(1), DIX_SUMS(2), DIX_SUMS(3), DIX_SUMS(4), DIX_SUMS(5), DIX_SUMS(6), DIX_SUMS(7)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(1));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "n"(kAdd ? 1 : 0));
     } else if constexpr (kPairs == 5) {
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %45, 0; "
@@ -88,7 +99,7 @@ __device__ __forceinline__ void group_multiply(float (&d)[16][4], const uint32_t
             "}, {%40, %41, %42, %43}, %44, p, 1, 1, 0; }"
             : DIX_SUMS(0), DIX_SUMS(1), DIX_SUMS(2), DIX_SUMS(3), DIX_SUMS(4), DIX_SUMS(5), DIX_SUMS(6), DIX_SUMS(7),
               DIX_SUMS(8), DIX_SUMS(9)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(1));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "n"(kAdd ? 1 : 0));
     } else if constexpr (kPairs == 8) {
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %69, 0; "
@@ -100,7 +111,7 @@ __device__ __forceinline__ void group_multiply(float (&d)[16][4], const uint32_t
             "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
             : DIX_SUMS(0), DIX_SUMS(1), DIX_SUMS(2), DIX_SUMS(3), DIX_SUMS(4), DIX_SUMS(5), DIX_SUMS(6), DIX_SUMS(7),
               DIX_SUMS(8), DIX_SUMS(9), DIX_SUMS(10), DIX_SUMS(11), DIX_SUMS(12), DIX_SUMS(13), DIX_SUMS(14), DIX_SUMS(15)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "r"(1));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens), "n"(kAdd ? 1 : 0));
     }
 #endif
 }
@@ -112,16 +123,18 @@ __device__ __forceinline__ void group_multiply(float (&d)[16][4], const uint32_t
 inline void show_shared() {}
 inline void group_begin() {}
 inline void group_commit() {}
-inline void group_wait() {}
+template <int>
+void group_wait() {}
 
-template <int kPairs>
-void group_multiply(float (&d)[16][4], const uint32_t (&a)[4], const unsigned char* tile, int step) {
+template <int kPairs, bool kAdd = true, int kSize>
+void group_multiply(float (&d)[kSize][4], const uint32_t (&a)[4], const unsigned char* tile, int step) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     for (int j = 0; j < 2 * kPairs; ++j) {
         uint32_t b[2];
         for (int half = 0; half < 2; ++half) {
             b[half] = load<uint32_t>(tile + (8 * j + g) * 128 + ((2 * step + half) ^ g) * 16 + t * 4);
         }
+        if (!kAdd) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0.0f;
         mma_bf16(d[j], a, b[0], b[1]);
     }
 }

@@ -11,53 +11,56 @@ namespace dix {
 
 constexpr int kGroupWarps = 8;
 constexpr int kGroupThreads = kGroupWarps * 32;
-constexpr int kGroupTokens = 128;
 constexpr int kGroupRows = 2;  // tiles of 16 rows per warp, of 64 per group
 constexpr int kGroupColumns = 64;
-constexpr int kGroupStages = 4;
-constexpr int kGroupTokenBytes = kGroupTokens * kGroupColumns * 2;
 constexpr int kGroupAlign = 1024;  // of a tile of tokens
 
-template <Format kFormat>
+template <Format kFormat, int kTokens>
 struct GroupStage {
+    static constexpr int kTokenBytes = kTokens * kGroupColumns * 2;
     static constexpr int kChunks = kGroupColumns / Layout<kFormat>::kChunk;  // of weights per row tile
     static constexpr int kSteps = 4 / kChunks;                               // products of a chunk
     static constexpr int kWarpBytes = kGroupRows * kChunks * 512;
-    static constexpr int kBytes = kGroupTokenBytes + kGroupWarps * kWarpBytes;
+    static constexpr int kBytes = kTokenBytes + kGroupWarps * kWarpBytes;
     static constexpr int kPerBlock = 4 / kChunks;  // stages of one block of weights
 };
 
 // Operands of the products of one stage.
 using GroupWeights = uint32_t[kGroupRows][4][4];
 
-template <Format kFormat>
+// Items of up to kTokens tokens, kStages places of the ring. With few tokens there are registers enough for products that begin before those
+// of the stage before are over.
+template <Format kFormat, int kTokens, int kStages>
 struct GroupUnit {
     using L = Layout<kFormat>;
-    using S = GroupStage<kFormat>;
+    using S = GroupStage<kFormat, kTokens>;
+    static constexpr bool kOverlaps = kTokens <= 64;
+    static constexpr int kUnderWay = kStages - (kOverlaps ? 2 : 1);
+    static constexpr int kCopied = kTokens / 32;  // tokens of which a thread copies a piece
 
     const PackedGemm& p;
     unsigned char* ring;
     int num_stages;
-    // What one thread copies per stage: one piece of four tokens, and its own weights.
-    const uint16_t* token[4];
+    // What one thread copies per stage: one piece of some tokens, and its own weights.
+    const uint16_t* token[kCopied];
     const unsigned char* codes[kGroupRows];
-    bool used[4];
+    bool used[kCopied];
     const unsigned char* scales[kGroupRows];
     uint2 fields[kGroupRows], later[kGroupRows];
-    float acc[kGroupRows][kGroupTokens / 8][4];
+    float acc[kGroupRows][kTokens / 8][4];
 
-    __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kGroupStages * S::kBytes; }
+    __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kStages * S::kBytes; }
 
     __device__ __forceinline__ void issue(int stage) const {
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
         if (stage < num_stages) {
             unsigned char* to = stage_at(stage);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < kCopied; ++i) {
                 const int row = thread / 8 + 32 * i, piece = thread % 8;
                 if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + stage * kGroupColumns + piece * 8);
             }
-            unsigned char* mine = to + kGroupTokenBytes + warp * S::kWarpBytes + lane * 16;
+            unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
@@ -80,7 +83,7 @@ struct GroupUnit {
                 later[r] = load_global8(scales[r] + block * L::kScaleBytes);
             }
         }
-        const unsigned char* mine = stage_at(stage) + kGroupTokenBytes + warp * S::kWarpBytes + lane * 16;
+        const unsigned char* mine = stage_at(stage) + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
 #pragma unroll
         for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
@@ -99,7 +102,7 @@ struct GroupUnit {
     template <int kPairs>
     __device__ __forceinline__ void step(int stage, const GroupWeights& now, GroupWeights& next) {
         show_shared();
-        sync_block();  // everyone's tokens of this stage are there, and everyone's products of the stage before are over
+        sync_block();  // everyone's tokens of this stage are there; over are everyone's products of the stage before, or of the one before it
         const unsigned char* tokens = stage_at(stage);
         group_begin();
 #pragma unroll
@@ -108,42 +111,44 @@ struct GroupUnit {
             for (int r = 0; r < kGroupRows; ++r) group_multiply<kPairs>(acc[r], now[r][s], tokens, s);
         }
         group_commit();
-        issue(stage + kGroupStages - 1);
-        wait_copies<kGroupStages - 2>();
+        issue(stage + kUnderWay);
+        if constexpr (kOverlaps) group_wait<1>();  // for the stage before, whose weights `next` has held
+        wait_copies<kUnderWay - 1>();
         if (stage + 1 < num_stages) decode(stage + 1, next);
-        group_wait();
+        if constexpr (!kOverlaps) group_wait<0>();
     }
 
     // All stages for items of up to 16 * kPairs tokens.
     template <int kPairs>
     __device__ __forceinline__ void multiply() {
         GroupWeights even, odd;
-        wait_copies<kGroupStages - 2>();
+        wait_copies<kUnderWay - 1>();
         decode(0, even);
 #pragma unroll 1
         for (int stage = 0; stage < num_stages; stage += 2) {
             step<kPairs>(stage, even, odd);
             if (stage + 1 < num_stages) step<kPairs>(stage + 1, odd, even);
         }
+        group_wait<0>();
     }
 };
 
-template <Format kFormat, Epilogue kEpilogue>
+template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages>
 __global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGemm p) {
     using L = Layout<kFormat>;
-    using S = GroupStage<kFormat>;
+    using S = GroupStage<kFormat, kTokens>;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     const int row_groups = (p.tiles + kGroupWarps * kGroupRows - 1) / (kGroupWarps * kGroupRows);
-    const int units = num_items_of(p, kGroupTokens) * row_groups;
+    const int units = num_items_of(p, kTokens) * row_groups;
     unsigned char* ring = aligned_shared_memory<kGroupAlign>();
 
     for (int unit_index = blockIdx.x; unit_index < units; unit_index += gridDim.x) {
         const int item_index = unit_index / row_groups;
-        const Item item = item_of(p, item_index, kGroupTokens);
+        const Item item = item_of(p, item_index, kTokens);
         const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
-        GroupUnit<kFormat> unit = {p, ring, p.blocks * S::kPerBlock, {}, {}, {}, {}, {}, {}, {}};
+        GroupUnit<kFormat, kTokens, kStages> unit = {p, ring, p.blocks * S::kPerBlock, {}, {}, {}, {}, {}, {}, {}};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < unit.kCopied; ++i) {
             const int column = thread / 8 + 32 * i;
             unit.used[i] = column < item.count;
             const int entry = item.begin + (unit.used[i] ? column : 0);
@@ -161,22 +166,24 @@ __global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGe
         }
         sync_block();  // the stages of the previous unit are still being read
 #pragma unroll 1
-        for (int s = 0; s < kGroupStages - 1; ++s) unit.issue(s);
+        for (int s = 0; s < unit.kUnderWay; ++s) unit.issue(s);
         // Tokens behind the item's last one are whatever the stage holds: their columns are not stored.
         if (item.count <= 32) {
             unit.template multiply<2>();
-        } else if (item.count <= 64) {
+        } else if (item.count <= 48) {
+            unit.template multiply<3>();
+        } else if (kTokens == 64 || item.count <= 64) {
             unit.template multiply<4>();
         } else if (item.count <= 80) {
-            unit.template multiply<5>();
+            unit.template multiply<kTokens == 64 ? 4 : 5>();
         } else {
-            unit.template multiply<8>();
+            unit.template multiply<kTokens == 64 ? 4 : 8>();
         }
 #pragma unroll
         for (int r = 0; r < kGroupRows; ++r) {
             if (first_tile + r >= p.tiles) continue;
 #pragma unroll
-            for (int j = 0; j < kGroupTokens / 8; ++j) {
+            for (int j = 0; j < kTokens / 8; ++j) {
                 if (j * 8 >= item.count) break;
                 store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t, g, unit.acc[r][j][0], unit.acc[r][j][2]);
                 store<kEpilogue>(p, item, first_tile + r, j * 8 + 2 * t + 1, g, unit.acc[r][j][1], unit.acc[r][j][3]);
@@ -186,26 +193,34 @@ __global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGe
     }
 }
 
-template <Format kFormat, Epilogue kEpilogue>
+template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages>
 int launch_groups(const PackedGemm& p, int num_blocks, cudaStream_t stream) {
-    constexpr int kShared = kGroupStages * GroupStage<kFormat>::kBytes + kGroupAlign;
-    const auto kernel = packed_groups<kFormat, kEpilogue>;
+    constexpr int kShared = kStages * GroupStage<kFormat, kTokens>::kBytes + kGroupAlign;
+    static_assert(kShared <= 227 * 1024, "more than a multiprocessor has");
+    const auto kernel = packed_groups<kFormat, kEpilogue, kTokens, kStages>;
     const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (ready != cudaSuccess) return ready;
     DIX_LAUNCH(kernel, num_blocks, kGroupThreads, kShared, stream, p);
     return cudaGetLastError();
 }
 
+template <Epilogue kEpilogue>
+int choose_groups(const PackedGemm& p, int format, int form, int num_blocks, cudaStream_t stream) {
+    if (format == kFp8) return launch_groups<kFp8, kEpilogue, 128, 6>(p, num_blocks, stream);
+    if (form == 0) return launch_groups<kFp4, kEpilogue, 128, 4>(p, num_blocks, stream);
+    if (form == 1) return launch_groups<kFp4, kEpilogue, 128, 8>(p, num_blocks, stream);
+    if (form == 2) return launch_groups<kFp4, kEpilogue, 64, 10>(p, num_blocks, stream);
+    return cudaErrorInvalidValue;
+}
+
 }  // namespace dix
 
-// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything.
-extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int num_blocks, void* stream) {
+// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, 0 to 2, see above.
+extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int form, int num_blocks, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
     if (num_blocks < 1 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
-    if (format == kFp4 && epilogue == kSwiglu) return launch_groups<kFp4, kSwiglu>(*p, num_blocks, s);
-    if (format == kFp4 && epilogue == kPlainBf16) return launch_groups<kFp4, kPlainBf16>(*p, num_blocks, s);
-    if (format == kFp8 && epilogue == kSwiglu) return launch_groups<kFp8, kSwiglu>(*p, num_blocks, s);
-    if (format == kFp8 && epilogue == kPlainBf16) return launch_groups<kFp8, kPlainBf16>(*p, num_blocks, s);
+    if (epilogue == kSwiglu) return choose_groups<kSwiglu>(*p, format, form, num_blocks, s);
+    if (epilogue == kPlainBf16) return choose_groups<kPlainBf16>(*p, format, form, num_blocks, s);
     return cudaErrorInvalidValue;
 }

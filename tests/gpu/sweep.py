@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 
 from deepinfer_cli.opbench.case import Call, Setting, relative_error
 from deepinfer_cli.opbench.timing import time_side_by_side
+from engine.ops.packed_weights import PackedWeights
 
 LIMIT_S = 80  # building the CUDA sources included
 # Forms of a kernel at one size: name -> calls on one input set each; and what tells how wrong the first call is.
@@ -92,24 +94,41 @@ def compress(setting: Setting) -> dict[str, Forms]:
 
 
 def experts(setting: Setting) -> dict[str, Forms]:
+    """Of all experts, and of one rank's 48 among eight, of which 256 tokens choose 32 rows each."""
     from deepinfer_cli.opbench.cases.moe import expert_problem
-    from engine.ops.cuda.packed_experts import launch
+    from engine.ops.cuda import packed_experts
+    from engine.ops.cuda.packed_gemm import Shape
     from engine.ops.packed_experts import PACKED_EXPERTS
 
+    shapes = {
+        "16 tiles, 4 stages": Shape(16, warpgroups=True, form=0), "16 tiles, 8 stages": Shape(16, warpgroups=True, form=1),
+        "8 tiles, 10 stages": Shape(8, warpgroups=True), "4 tiles of mma.sync": Shape(4), "16 tiles of mma.sync": Shape(16),
+    }  # fmt: skip
     found: dict[str, Forms] = {}
-    for tokens in (4096, 32_768):
+    for tokens, share in ((256, 48), (512, 48), (1024, 0), (4096, 0), (32_768, 0)):
         x, ids, weights, packed, limit = expert_problem(setting, tokens)
+        if share:
+            ids = ids % share
+            packed = replace(packed, w13=_first(packed.w13, share), w2=_first(packed.w2, share))
         few = torch.arange(tokens, device=x.device)[:: tokens // 8][:8]
         wanted = PACKED_EXPERTS.reference(x[few], ids[few], weights[few], packed, limit, False)
 
         def form(
-            warpgroups: bool, problem=(x, ids, weights, packed, limit), few=few, wanted=wanted
+            shape: Shape, problem=(x, ids, weights, packed, limit), few=few, wanted=wanted
         ) -> tuple[Sequence[Call], Callable[[], float]]:
-            call = partial(launch, *problem, False, warpgroups=warpgroups)
+            def call() -> torch.Tensor:
+                packed_experts.division = lambda *_: shape  # type: ignore[assignment]
+                return packed_experts.launch(*problem, False)
+
             return [call], lambda: relative_error(call()[few], wanted)
 
-        found[f"experts, {tokens} tokens"] = {f"warpgroups={wanted}": form(wanted) for wanted in (False, True)}
+        mine = {name: shape for name, shape in shapes.items() if tokens <= 1024 or "mma" not in name}
+        found[f"experts, {tokens} tokens{f' of {share}' if share else ''}"] = {name: form(shape) for name, shape in mine.items()}
     return found
+
+
+def _first(packed: PackedWeights, count: int) -> PackedWeights:
+    return replace(packed, codes=packed.codes[:count], scales=packed.scales[:count])
 
 
 KERNELS = {"experts": experts, "attention": attention, "boundary": boundary, "compress": compress}

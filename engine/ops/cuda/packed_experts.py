@@ -112,7 +112,7 @@ def run_routed(
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
     act = padded(q8(act) if quantize else act, w2)
-    dtype, epilogue = (torch.bfloat16, Epilogue.BF16) if fixed or shape.tiles == MANY else (torch.float32, Epilogue.FP32)
+    dtype, epilogue = (torch.bfloat16, Epilogue.BF16) if fixed or shape.many else (torch.float32, Epilogue.FP32)
     parts = source.new_empty(tokens * choices, w2.rows, dtype=dtype)
     routed(run, stream, act, w2, lists, parts, shape, epilogue)
     return parts.view(tokens, choices, w2.rows)

@@ -30,14 +30,20 @@ class Shape:
     """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
 
     tiles: of eight tokens per item; `MANY` (16) means the kernels for many tokens (packed_tiles.cu). slices: warps that share 16 rows.
-    residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of many tokens, by packed_groups.cu, whose sums have
-    another order.
+    residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of 8 tiles (FP4) or 16, by packed_groups.cu, whose sums
+    have another order. form: of the ring of packed_groups.cu.
     """
 
     tiles: int
     slices: int = 1
     residents: int = 0
     warpgroups: bool = False
+    form: int = 1
+
+    @property
+    def many(self) -> bool:
+        """Whether a kernel for many tokens runs, whose outputs are bf16."""
+        return self.warpgroups or self.tiles == MANY
 
     def num_blocks(self, num_processors: int) -> int:
         fitting = 3 if self.tiles == 1 else 2 if self.tiles <= 4 else 1
@@ -122,7 +128,7 @@ def dense(
     arguments.num_rows, arguments.num_groups, arguments.x_divisor = x.shape[0], packed.groups, 1
     arguments.x_group_stride, arguments.y_group_stride = packed.padded_columns, out.shape[1] // packed.groups
     items = -(-x.shape[0] // (TILE_TOKENS * shape.tiles)) * packed.groups
-    units = items * -(-packed.tiles * shape.slices // (2 * _WARPS if shape.tiles == MANY else _WARPS))
+    units = items * -(-packed.tiles * shape.slices // (2 * _WARPS if shape.many else _WARPS))
     if units:
         _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, shape.num_blocks(run.num_processors)))
 
@@ -171,7 +177,8 @@ def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> G
 def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format, epilogue: Epilogue, shape: Shape, num_blocks: int) -> None:
     if shape.warpgroups:
         assert run.groups is not None, f"{shape} on a machine without products of warpgroups"
-        status = run.groups(ctypes.byref(arguments), format, epilogue, num_blocks, stream)
+        form = 2 if shape.tiles == MOST_TILES else shape.form
+        status = run.groups(ctypes.byref(arguments), format, epilogue, form, num_blocks, stream)
     elif shape.tiles == MANY:
         status = run.tiles(ctypes.byref(arguments), format, epilogue, num_blocks, stream)
     else:
