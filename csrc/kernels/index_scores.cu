@@ -4,134 +4,12 @@
 // into the registers that the tensor cores read: in which order a product adds its channels is ours to choose, and the query, which stays
 // in registers as well, takes the same order. The keys of the next tiles are on their way meanwhile. An entry's score depends on its key
 // and the query alone, not on where in a tile it lies or who else is scored.
-#include "warpgroup.cuh"
-
-#include <cmath>
+#include "index_keys.cuh"
 
 namespace dix {
 
-struct IndexScores {
-    const uint16_t* q;        // [T, H, D] bf16
-    const uint16_t* weights;  // [T, H] bf16
-    const int64_t* seq;       // [T]
-    const int64_t* count;     // [T] entries that a row sees
-    const int* allowed;       // [T, num_allowed] candidate blocks, -1 for none; null where all entries are searched
-    const uint8_t* blocks;    // D/2 bytes of E2M1 per entry, then D/32 scales per entry, `offset` bytes into each block
-    const int64_t* table;     // [B, P]
-    float* out;               // [T, columns]: entries, or members of the candidate blocks in their order
-    int64_t block_bytes, offset, table_stride, out_stride;
-    int num_rows, num_heads, width, num_allowed;
-    int log_per_block, log_size;  // entries of a block of the cache, of a candidate block
-    int programs;                 // thread blocks that share a row
-    int groups;                   // by warpgroups of SM90
-    int stages, residents;        // tiles under way, and thread blocks of a multiprocessor: which exist, see below
-};
-
 constexpr int kScoreThreads = 128;
 constexpr int kScoreWarps = kScoreThreads / 32;
-constexpr int kTileEntries = 16;
-constexpr int kGroupTile = 32 * 128;  // bytes of 64 channels of 32 heads
-
-// Where a lane's entries g and g + 8 of a tile are: blocks of the cache, and places in them, -1 where nothing is visible. Numbers as they are
-// read, so that nothing waits for them before they are needed.
-struct Places {
-    int64_t block[2];
-    int place[2];
-};
-
-template <bool kRestricted>
-__device__ __forceinline__ bool entry_of(const IndexScores& p, int64_t row, int count, int columns, int column, int& entry) {
-    entry = column;
-    if (column >= columns) return false;
-    if constexpr (kRestricted) {
-        const int chosen = p.allowed[row * p.num_allowed + (column >> p.log_size)];
-        entry = (chosen << p.log_size) + (column & ((1 << p.log_size) - 1));
-        return chosen >= 0 && entry < count;
-    }
-    return true;
-}
-
-template <bool kRestricted>
-__device__ __forceinline__ Places find(const IndexScores& p, int64_t row, const int64_t* table, int count, int columns, int tile) {
-    Places places;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int column = tile * kTileEntries + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * i;
-        int entry;
-        const bool seen = entry_of<kRestricted>(p, row, count, columns, column, entry);
-        places.block[i] = seen ? table[entry >> p.log_per_block] : 0;
-        places.place[i] = seen ? entry & ((1 << p.log_per_block) - 1) : -1;
-    }
-    return places;
-}
-
-// A lane's own keys and scales of the tiles under way, in shared memory. Nobody else reads them, so that lanes wait for their own copies only.
-template <int kWords>
-struct Ring {
-    unsigned char* bytes;  // of this warp
-
-    static constexpr int kStage = 32 * 2 * (4 * kWords + 4);
-
-    __device__ __forceinline__ unsigned char* words(int stage, int i) const {
-        return bytes + stage * kStage + (32 * i + static_cast<int>(threadIdx.x) % 32) * (4 * kWords);
-    }
-    __device__ __forceinline__ uint32_t* scales(int stage, int i) const {
-        return reinterpret_cast<uint32_t*>(bytes + stage * kStage + 64 * 4 * kWords) + 32 * i + threadIdx.x % 32;
-    }
-};
-
-template <int kWords>
-__device__ __forceinline__ void start(const IndexScores& p, const Ring<kWords>& ring, int stage, const Places& places) {
-    const int quarter = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (places.place[i] < 0) continue;
-        const uint8_t* block = p.blocks + places.block[i] * p.block_bytes + p.offset;
-        const uint8_t* data = block + places.place[i] * (16 * kWords) + quarter * (4 * kWords);
-        if constexpr (kWords == 4) copy_async16(ring.words(stage, i), data);
-        if constexpr (kWords == 2) copy_async8(ring.words(stage, i), data);
-        if constexpr (kWords == 1) copy_async4(ring.words(stage, i), data);
-        // The four bytes in which this lane's scale is.
-        copy_async4(ring.scales(stage, i), block + (16 * kWords << p.log_per_block) + (places.place[i] * kWords & ~3));
-    }
-}
-
-// Four bf16 pairs (c, c + 4) of the channels 0 to 7 of a word: magnitude to bits 6..8, sign to 15, times a power of two.
-__device__ __forceinline__ void decode(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
-    constexpr uint32_t kSign = 0x80008000, kMagnitude = 0x01C001C0;
-    pairs[0] = multiply_bf16x2((word << 12 & kSign) | (word << 6 & kMagnitude), scale);
-    pairs[1] = multiply_bf16x2((word << 8 & kSign) | (word << 2 & kMagnitude), scale);
-    pairs[2] = multiply_bf16x2((word << 4 & kSign) | (word >> 2 & kMagnitude), scale);
-    pairs[3] = multiply_bf16x2((word & kSign) | (word >> 6 & kMagnitude), scale);
-}
-
-// E8M0 to the factor of an E2M1 value in bf16, twice: the scale * 2^126 / 2^16, which the weights multiply back. 6 * 2^17 and more: infinite.
-__device__ __forceinline__ uint32_t factor(uint32_t scale) { return (scale < 145 ? scale + 110 : 255) * 0x00800080u; }
-
-// What `start` brought of a tile: words of entries g and g + 8, and their factors.
-template <int kWords>
-__device__ __forceinline__ void read_keys(const Ring<kWords>& ring, int stage, uint32_t (&words)[2][kWords], uint32_t (&factors)[2]) {
-    const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const unsigned char* mine = ring.words(stage, i);
-        if constexpr (kWords == 4) {
-            const uint4 read = load_shared16(mine);
-            words[i][0] = read.x;
-            words[i][1] = read.y;
-            words[i][2] = read.z;
-            words[i][3] = read.w;
-        } else if constexpr (kWords == 2) {
-            const uint2 read = load_shared8(mine);
-            words[i][0] = read.x;
-            words[i][1] = read.y;
-        } else {
-            words[i][0] = *reinterpret_cast<const uint32_t*>(mine);
-        }
-        const int byte = ((group + 8 * i) * kWords + quarter * kWords / 4) % 4;  // tiles begin at multiples of 16 entries
-        factors[i] = factor(*ring.scales(stage, i) >> (8 * byte) & 0xFF);
-    }
-}
 
 template <int kHeadTiles>
 __device__ __forceinline__ void read_weights(const IndexScores& p, int64_t row, float (&weights)[kHeadTiles][2]) {
@@ -242,26 +120,15 @@ __global__ void __launch_bounds__(kScoreThreads, kResidents) score_groups(const 
     int first = blockIdx.x % p.programs * kScoreWarps;  // of four tiles
     if (first * kTileEntries >= columns) return;
     unsigned char* query = aligned_shared_memory<1024>();
-    const Ring<kWords> ring = {query + 2 * kGroupTile + warp * kStages * Ring<kWords>::kStage};
+    const Ring<kWords> ring = {query + 2 * kQueryTile + warp * kStages * Ring<kWords>::kStage};
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
         start<kWords>(p, ring, i, find<kRestricted>(p, row, table, count, columns, first + warp + i * step));
         commit_copies();
     }
     Places next = find<kRestricted>(p, row, table, count, columns, first + warp + kStages * step);
-    // Step 2 w + h of a product multiplies, of quarter t, channels 2 h, 2 h + 4 | 2 h + 1, 2 h + 5 of word w: columns 2 t.. and 2 t + 8.. of its 16.
     for (int i = thread; i < 32 * 16; i += kScoreThreads) {
-        const int head = i / 16, quarter = i / 4 % 4, w = i % 4;
-        const uint4 read = load_global16(p.q + (row * 32 + head) * 128 + quarter * 32 + 8 * w);
-        const uint32_t pairs[2][2] = {{select_bytes(read.x, read.z, 0x5410), select_bytes(read.x, read.z, 0x7632)},
-                                      {select_bytes(read.y, read.w, 0x5410), select_bytes(read.y, read.w, 0x7632)}};
-        for (int h = 0; h < 2; ++h) {
-            for (int half = 0; half < 2; ++half) {
-                const int piece = 2 * ((2 * w + h) % 4) + half;
-                unsigned char* to = query + (2 * w + h) / 4 * kGroupTile + head * 128 + (piece ^ head % 8) * 16 + quarter * 4;
-                *reinterpret_cast<uint32_t*>(to) = pairs[h][half];
-            }
-        }
+        place_query(p.q + (row * 32 + i / 16) * 128, query, kQueryTile, i / 16, i % 16);
     }
     float weights[kHeadTiles][2];
     read_weights<kHeadTiles>(p, row, weights);
@@ -275,25 +142,14 @@ __global__ void __launch_bounds__(kScoreThreads, kResidents) score_groups(const 
         commit_copies();
         next = find<kRestricted>(p, row, table, count, columns, first + warp + (kStages + 1) * step);
         stage = stage + 1 < kStages ? stage + 1 : 0;
-        float d[16][4] = {};
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-            uint32_t low[4], high[4];
-            decode(words[0][w], factors[0], low);
-            decode(words[1][w], factors[1], high);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                a[2 * w + half][0] = low[2 * half];
-                a[2 * w + half][1] = high[2 * half];
-                a[2 * w + half][2] = low[2 * half + 1];
-                a[2 * w + half][3] = high[2 * half + 1];
-            }
-        }
+        float d[4][4];
+        decode_tile(words, factors, a);
         group_begin();
+        group_multiply<2, false>(d, a[0], query, 0);
 #pragma unroll
-        for (int s = 0; s < 2 * kWords; ++s) group_multiply<2>(d, a[s], query + s / 4 * kGroupTile, s % 4);
+        for (int s = 1; s < 2 * kWords; ++s) group_multiply<2>(d, a[s], query + s / 4 * kQueryTile, s % 4);
         group_commit();
-        group_wait();
+        group_wait<0>();
         finish<kHeadTiles, kRestricted>(p, row, count, columns, first + warp, d, weights);
     }
     wait_copies<0>();
@@ -319,7 +175,7 @@ extern "C" int dix_index_scores(const dix::IndexScores* p, void* stream) {
     }
 #define DIX_SCORE_GROUPS(under_way, fitting)                                                                    \
     if (p->groups && p->width == 128 && p->num_heads == 32 && p->stages == under_way && p->residents == fitting) { \
-        constexpr int kBytes = 1024 + 2 * kGroupTile + kScoreWarps * under_way * Ring<4>::kStage;               \
+        constexpr int kBytes = 1024 + 2 * kQueryTile + kScoreWarps * under_way * Ring<4>::kStage;               \
         if (p->allowed != nullptr) {                                                                            \
             DIX_LAUNCH((score_groups<true, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);           \
         } else {                                                                                                \

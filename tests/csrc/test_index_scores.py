@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.ops.cuda.index_search import ScoreTuning, fits, scores_of
+from engine.ops.cuda.index_search import JOINT_FORMS, ScoreTuning, fits, scores_of
 from engine.ops.index_search import IndexQuery
 from tests.csrc.emulated import emulated_kernels
 from tests.ops.test_index_search import Problem
@@ -56,6 +56,28 @@ def test_a_score_does_not_depend_on_where_it_is_computed(run):
         assert torch.equal(score(run, problem, rows=slice(row, row + 1))[0, :count], together[row, :count])
     allowed = torch.tensor([[3, 7, 20]] * 3, dtype=torch.int32)
     assert torch.equal(score(run, problem, allowed)[0], together[0, [*range(12, 16), *range(28, 32), *range(80, 84)]])
+
+
+@pytest.mark.parametrize("form", JOINT_FORMS, ids=lambda form: str(form.number))
+@pytest.mark.parametrize(("lens", "rows_per_seq"), [([70, 9], 5), ([300], 19), ([3, 0, 40], 3), ([130, 129, 65, 2], 4)])
+def test_rows_that_share_keys_get_the_bits_of_rows_alone(run, form, lens, rows_per_seq):
+    """Sequences that end inside a block of rows, one without entries, rows that see nothing yet."""
+    problem = Problem("cpu", lens, rows_per_seq, heads=32, width=128)
+    alone, joint = (
+        scores_of(run, 0, problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=one) for one in (None, form)
+    )
+    for row, count in enumerate(problem.query.count.tolist()):
+        assert torch.equal(joint[row, :count], alone[row, :count]), row
+    part = scores_of(run, 0, problem.query, problem.paged, slice(2, 9), problem.num_entries, None, 4, joint=form)
+    assert all(torch.equal(part[row, :count], alone[row + 2, :count]) for row, count in enumerate(problem.query.count[2:9].tolist()))
+
+
+def test_thread_blocks_of_joint_rows_fill_the_device_in_whole_waves():
+    form = JOINT_FORMS[0]
+    assert form.programs(8, 64, 132) == 1
+    for rows, columns in ((428, 65_536), (140, 131_072), (8, 131_072)):
+        blocks = -(-rows // form.rows) * form.programs(rows, columns, 132)
+        assert blocks / (-(-blocks // 132) * 132) > 0.9
 
 
 def test_every_code_and_scale_is_decoded_to_its_value(run):

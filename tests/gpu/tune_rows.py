@@ -1,4 +1,4 @@
-"""Divisions of the sampling, top-k and index kernels against each other: `python -m tests.gpu.tune_rows OUT [sample|topk|index ...]`.
+"""Divisions of the sampling, top-k and index kernels against each other: `python -m tests.gpu.tune_rows OUT [sample|topk|index|joint ...]`.
 
 Every line names the division that the product takes first. Each is checked before it is timed; a line is printed as soon as it is known.
 """
@@ -22,7 +22,7 @@ from engine.draws import FIXED_ONE
 from engine.ops.cuda import index_search, sample_rows, select_topk
 from engine.ops.cuda.packed_gemm import machine
 from engine.ops.cuda.select_topk import Division
-from engine.ops.index_search import INDEX_SEARCH, ascending
+from engine.ops.index_search import GROUP_BYTES, INDEX_SEARCH, ascending
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
 from engine.ops.select_topk import SELECT_TOPK
 from engine.ops.triton import index_search as triton_search
@@ -99,12 +99,44 @@ def _index(setting: Setting) -> Iterator[Line]:
         yield f"search rows={rows} entries=131072", searches, agree, rows * 131_072 * 68
 
 
+def _joint(setting: Setting) -> Iterator[Line]:
+    """Rows of few sequences: forms that share decoded keys must have the bits of rows alone."""
+    for rows, each, entries in (
+        (428, 428, 65_536),
+        (140, 140, 131_072),
+        (428, 428, 16_384),
+        (384, 6, 32_768),
+        (64, 4, 65_536),
+        (6, 6, 65_536),
+    ):
+        query, keys = problem(setting, rows, entries, each)
+        step = max(1, GROUP_BYTES // (4 * entries))
+        parts = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+        def scores(joint: Any, query: Any = query, keys: Any = keys, parts: Any = parts, entries: int = entries) -> list[torch.Tensor]:
+            run, stream = machine(torch.device("cuda"))
+            return [index_search.scores_of(run, stream, query, keys, part, entries, None, 8, joint=joint) for part in parts]
+
+        forms = {f"rows={f.rows} groups={f.groups} x{f.residents}": f for f in index_search.JOINT_FORMS}
+        runs = {"alone": partial(scores, None)} | {name: partial(scores, f) for name, f in forms.items()}
+        wanted = [part.clone() for part in scores(None)]
+        seen = [torch.arange(entries, device="cuda") < query.count[part, None] for part in parts]
+        agree = lambda got, w=wanted, m=seen: all(torch.equal(a[k], b[k]) for a, b, k in zip(got, w, m, strict=True))  # noqa: E731
+        yield f"scores rows={rows} of {rows // each} entries={entries}", runs, agree, rows * entries * 4
+        yield (
+            f"search rows={rows} of {rows // each} entries={entries}",
+            {"all": partial(index_search.launch, query, keys, entries, 512, None, 8)},
+            lambda got: bool((got[0][:, 1:] > got[0][:, :-1]).all()),
+            rows * entries * 4,
+        )
+
+
 def _native(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
     """A call on the stream that is current when it happens: a recording has its own."""
     return lambda: function(*machine(torch.device("cuda")), *arguments, **named)
 
 
-PARTS: dict[str, Callable[[Setting], Iterator[Line]]] = {"sample": _sample, "topk": _topk, "index": _index}
+PARTS: dict[str, Callable[[Setting], Iterator[Line]]] = {"sample": _sample, "topk": _topk, "index": _index, "joint": _joint}
 
 
 @torch.inference_mode()

@@ -21,22 +21,20 @@ from engine.ops.select_topk import SELECT_TOPK
 _HEADS, _WIDTH, _TOPK, _PER_BLOCK, _EPS = 32, 128, 512, 128, 1e-20
 
 
-def problem(setting: Setting, rows: int, context: int) -> tuple[IndexQuery, PagedIndexKeys]:
-    """Every row has its own sequence of full length; blocks lie in scrambled order."""
+def problem(setting: Setting, rows: int, context: int, per_sequence: int = 1) -> tuple[IndexQuery, PagedIndexKeys]:
+    """The last `per_sequence` rows of sequences of full length; blocks lie in scrambled order."""
     heads, width, per_block = (16, 32, 16) if setting.small else (_HEADS, _WIDTH, _PER_BLOCK)
-    pages, size = -(-context // per_block), per_block * index_row_bytes(width)
-    blocks = torch.empty(rows * pages + 1, -(-size // 128) * 128, dtype=torch.uint8, device=setting.device)
+    pages, size, sequences = -(-context // per_block), per_block * index_row_bytes(width), rows // per_sequence
+    blocks = torch.empty(sequences * pages + 1, -(-size // 128) * 128, dtype=torch.uint8, device=setting.device)
     some = pack_index_rows(setting.normal(per_block * 8, width)).view(8, per_block, -1)
     data = width // 2
     pattern = torch.cat((some[:, :, :data].flatten(1), some[:, :, data:].flatten(1)), 1)
     blocks[:, :size] = pattern[torch.arange(len(blocks), device=setting.device) % 8]
-    order = torch.randperm(rows * pages, device=setting.device, generator=setting.generator()) + 1
-    keys = PagedIndexKeys(blocks, 0, per_block, order.view(rows, pages))
-    count = torch.full((rows,), context, device=setting.device)
-    query = IndexQuery(
-        q4_index(setting.normal(rows, heads, width)), setting.normal(rows, heads), torch.arange(rows, device=count.device), count
-    )
-    return query, keys
+    order = torch.randperm(sequences * pages, device=setting.device, generator=setting.generator()) + 1
+    keys = PagedIndexKeys(blocks, 0, per_block, order.view(sequences, pages))
+    row = torch.arange(rows, device=setting.device)
+    seq, count = row // per_sequence, context + 1 - per_sequence + row % per_sequence
+    return IndexQuery(q4_index(setting.normal(rows, heads, width)), setting.normal(rows, heads), seq, count), keys
 
 
 def _score_kernels() -> tuple[Any, dict[str, Any]]:

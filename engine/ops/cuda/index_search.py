@@ -41,6 +41,34 @@ class ScoreTuning:
         return max(1, min(-(-columns // _ENTRIES), at_once * waves // max(1, rows)))
 
 
+@dataclass(frozen=True, slots=True)
+class JointForm:
+    """A form of csrc/kernels/index_scores_joint.cu. number: its own. rows: of a thread block. groups: warpgroups of one. residents: thread
+    blocks of a multiprocessor. No form changes a bit.
+    """
+
+    number: int
+    rows: int
+    groups: int
+    residents: int
+
+    def programs(self, rows: int, columns: int, num_processors: int) -> int:
+        """Thread blocks that share `self.rows` rows: how many end first, when every one begins with reading queries."""
+        groups, steps = -(-rows // self.rows), -(-columns // (_ENTRIES * self.groups))
+        at_once = num_processors * self.residents
+
+        def time(programs: int) -> int:
+            return -(-groups * programs // at_once) * (-(-steps // programs) + _BEGINNING)
+
+        return min((max(1, min(steps, at_once * waves // groups)) for waves in range(1, 9)), key=time)
+
+
+_BEGINNING = 8  # steps that reading the queries of a thread block takes as long as
+JOINT_FORMS = (JointForm(0, 8, 2, 1), JointForm(1, 8, 2, 2), JointForm(2, 8, 3, 1), JointForm(3, 16, 3, 1), JointForm(4, 16, 4, 1))
+_JOINT = JOINT_FORMS[2]
+_SHARING = 3  # rows of a sequence, on average, that share decoded keys from here on
+
+
 def launch(
     query: IndexQuery, keys: PagedIndexKeys, num_entries: int, topk: int, allowed: Tensor | None, block_size: int, num_kept: int = 0
 ) -> tuple[Tensor, Tensor | None]:
@@ -73,13 +101,20 @@ def scores_of(
     allowed: Tensor | None,
     block_size: int,
     tuning: ScoreTuning = ScoreTuning(),
+    joint: JointForm | None = _JOINT,
 ) -> Tensor:
-    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was."""
+    """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was.
+
+    joint: of rows that share sequences, where there are products by warpgroups; None for every row alone. The bits are the same.
+    """
     q, weights, seq, count = query.q[rows], query.weights[rows], query.seq[rows], query.count[rows]
     num_rows, heads, width = q.shape
     out = torch.empty(num_rows, columns, device=q.device)
     chosen = None if allowed is None else allowed[rows]
-    programs = tuning.programs(num_rows, columns, run.num_processors)
+    groups = tuning.groups if tuning.groups is not None else run.groups is not None and (heads, width) == (32, 128)
+    # The rows of a launch and the sequences of the table are known to the host; which rows are whose is not.
+    sharing = joint if allowed is None and groups and len(query.q) >= _SHARING * len(keys.table) else None
+    divided = tuning if sharing is None else sharing
     arguments = ScoreArguments(
         q=q.data_ptr(),
         weights=weights.data_ptr(),
@@ -99,10 +134,13 @@ def scores_of(
         num_allowed=0 if chosen is None else chosen.shape[1],
         log_per_block=keys.per_block.bit_length() - 1,
         log_size=block_size.bit_length() - 1,
-        programs=programs,
-        groups=tuning.groups if tuning.groups is not None else run.groups is not None and (heads, width) == (32, 128),
+        programs=divided.programs(num_rows, columns, run.num_processors),
+        groups=groups,
         stages=tuning.stages,
         residents=tuning.residents,
     )
+    if sharing is not None:
+        check_launch(run.joint_scores(ctypes.byref(arguments), sharing.number, stream), "index_search")
+        return out
     check_launch(run.scores(ctypes.byref(arguments), stream), "index_search")
     return out

@@ -23,6 +23,7 @@ SOURCES = (
     "kernels/expert_sum.cu",
     "kernels/sample_rows.cu",
     "kernels/index_scores.cu",
+    "kernels/index_scores_joint.cu",
     "kernels/select_topk.cu",
 )
 
@@ -49,7 +50,7 @@ class SampleArguments(ctypes.Structure):
 
 
 class ScoreArguments(ctypes.Structure):
-    """`IndexScores` of csrc/kernels/index_scores.cu, field by field."""
+    """`IndexScores` of csrc/include/index_keys.cuh, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "weights", "seq", "count", "allowed", "blocks", "table", "out")),
@@ -82,6 +83,7 @@ class Kernels:
     sum: Callable[..., int]
     sample: Callable[..., int]
     scores: Callable[..., int]
+    joint_scores: Callable[..., int]
     select: Callable[..., int]
     num_processors: int
 
@@ -92,11 +94,12 @@ class Kernels:
         return Kernels(
             gemm=bind(library, "dix_packed_gemm", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]),
             tiles=bind(library, "dix_packed_tiles", many),
-            groups=bind(library, "dix_packed_groups", many) if warpgroups else None,
+            groups=bind(library, "dix_packed_groups", [ctypes.POINTER(GemmArguments), *[number] * 4, pointer]) if warpgroups else None,
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), number, pointer]),
             scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
+            joint_scores=bind(library, "dix_index_scores_joint", [ctypes.POINTER(ScoreArguments), number, pointer]),
             select=bind(library, "dix_select_topk", [ctypes.POINTER(SelectArguments), number, number, pointer]),
             num_processors=num_processors,
         )
