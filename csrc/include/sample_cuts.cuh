@@ -80,7 +80,7 @@ template <int kThreads>
 __device__ __forceinline__ Cut find_cut(const SampleRows& p, int row, const Piece& piece, float per_sum, CutBoard<kThreads>& board) {
     const int thread = threadIdx.x, rank = cluster_rank();
     const int64_t most = p.top_p[row], count_limit = p.top_k[row];
-    if (most >= (int64_t{1} << 32) && count_limit >= p.num_ids) return {0, kNoId};
+    if (most >= kNoLimit && count_limit >= p.num_ids) return {0, kNoId};
     // Every thread has an id of at least `least`: with top_k of them or more, none below it stays, and none below it needs to be counted.
     int largest = 0;
     for_exponentials<kThreads>(piece, [&](int, float e) {

@@ -67,6 +67,9 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 
 __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
 __device__ __forceinline__ uint32_t rotate_left(uint32_t x, int bits) { return __funnelshift_l(x, x, bits); }
+__device__ __forceinline__ uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+// The low 32 bits of high:low shifted right by less than 32.
+__device__ __forceinline__ uint32_t shift_right(uint32_t low, uint32_t high, int bits) { return __funnelshift_r(low, high, bits); }
 __device__ __forceinline__ float bf16_round(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 __device__ __forceinline__ uint16_t bf16_bits(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 __device__ __forceinline__ float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }

@@ -242,6 +242,10 @@ inline uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
     return result;
 }
 inline uint32_t rotate_left(uint32_t x, int bits) { return std::rotl(x, bits); }
+inline uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
+inline uint32_t shift_right(uint32_t low, uint32_t high, int bits) {
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> bits);
+}
 inline void atomic_add_shared(unsigned* counter, unsigned value) { *counter += value; }
 inline float quick_log(float x) { return std::log(x); }
 

@@ -89,6 +89,50 @@ def test_ids_just_below_what_every_thread_has_do_not_pass_a_filter(run):
         assert ids.tolist() == SAMPLE_ROWS.reference(logits, last, 4096)[0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("spread", "nucleus", "k"),
+    [
+        (0.1, 0.9, 0),
+        (0.1, 0.02, 0),
+        (3.0, 0.95, 0),
+        (0.1, 1.0, 700),
+        (0.0, 0.5, 0),
+        (0.0, 1.0, 300),
+        (0.0, 1.0, 600),
+        (3.0, 0.95, 50),
+        (9.0, 1.0, 192),
+    ],
+)
+def test_filters_that_keep_few_ids_and_many_draw_the_tokens_of_the_definition(run, spread, nucleus, k):
+    """Few are collected by one block, many are counted by all; which it is shows only when the row is known. Of some rows most ids have no
+    chance at all.
+    """
+    num_ids, modes = 4500, [Mode.RACE, Mode.INVERSE] * 3
+    logits = torch.randn(6, num_ids) * spread
+    logits[4:, 20:] = -torch.inf
+    plain = draws(modes)
+    top_p, top_k = int(nucleus * FIXED_ONE) if nucleus < 1 else 2 * FIXED_ONE, k or 2**31 - 1
+    filters = Filters(torch.full((6,), top_p), torch.full((6,), top_k, dtype=torch.int32), torch.zeros(6))
+    wanted = Draws(plain.temperature, plain.modes, plain.numbers, filters)
+    ids, _ = run_rows(run, 0, logits, wanted, num_ids)
+    assert ids.tolist() == SAMPLE_ROWS.reference(logits, wanted, num_ids)[0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.001, 1.0, 50.0])
+def test_races_of_extreme_logits_are_won_by_the_definition_s_winner(run, temperature):
+    """Among large logits, whose times differ less than a power of two can say, among few that are not masked, and beside one that wins."""
+    logits = torch.randn(6, 2100)
+    logits[0] += 3000.0
+    logits[1, 5:] = -torch.inf
+    logits[2, :2099] = -torch.inf
+    logits[3] *= 1e-30
+    logits[4] = -3.0e38
+    logits[5, 1234] = 1e30
+    wanted = draws([Mode.RACE] * 6, temperature)
+    ids, _ = run_rows(run, 0, logits, wanted, 2100)
+    assert ids.tolist() == SAMPLE_ROWS.reference(logits, wanted, 2100)[0].tolist()
+
+
 def test_ties_go_to_the_lower_id_and_draws_follow_the_distribution(run):
     logits = torch.full((3, 700), -torch.inf)
     logits[:, [40, 333, 690]] = 2.0

@@ -36,12 +36,16 @@ def _sample(setting: Setting) -> Iterator[Line]:
     for rows in (256, 8):
         logits = setting.normal(rows, 129_280, std=3.0, dtype=torch.float32)
         numbers = torch.randint(0, 2**53, (rows,), device="cuda", generator=setting.generator())
-        filters = Filters(
-            torch.full((rows,), int(0.95 * FIXED_ONE), device="cuda"),
-            torch.full((rows,), 50, dtype=torch.int32, device="cuda"),
-            torch.zeros(rows, device="cuda"),
+        few, nucleus = (
+            Filters(
+                torch.full((rows,), int(0.95 * FIXED_ONE), device="cuda"),
+                torch.full((rows,), k, dtype=torch.int32, device="cuda"),
+                torch.zeros(rows, device="cuda"),
+            )
+            for k in (50, 2**31 - 1)
         )
-        for mode, kept in ((Mode.GREEDY, None), (Mode.RACE, None), (Mode.INVERSE, None), (Mode.INVERSE, filters), (Mode.RACE, filters)):
+        wanted_draws = [(mode, None, "") for mode in Mode] + [(mode, few, " top-k, top-p") for mode in (Mode.INVERSE, Mode.RACE)]
+        for mode, kept, name in [*wanted_draws, (Mode.INVERSE, nucleus, " top-p")]:
             modes = torch.full((rows,), int(mode), dtype=torch.int32, device="cuda")
             draws = Draws(torch.ones(rows, device="cuda"), modes, numbers, kept)
             wanted = SAMPLE_ROWS.reference(logits, draws, 129_280)[0]
@@ -50,8 +54,12 @@ def _sample(setting: Setting) -> Iterator[Line]:
             }
             if mode is Mode.GREEDY:
                 runs["torch.max"] = lambda x=logits: (x.max(dim=-1).indices,)
-            name = f"sample rows={rows} {mode.name.lower()}{' filtered' if kept else ''}"
-            yield name, runs, lambda got, w=wanted: bool((got[0] != w).float().mean() <= 0.01), logits.numel() * 4
+            yield (
+                f"sample rows={rows} {mode.name.lower()}{name}",
+                runs,
+                lambda got, w=wanted: bool((got[0] != w).float().mean() <= 0.01),
+                logits.numel() * 4,
+            )
 
 
 def _topk(setting: Setting) -> Iterator[Line]:
