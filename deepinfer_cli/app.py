@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -85,8 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given[:1] == ["help"]:  # as many programs have it
         given = [*given[1:], "--help"]
     if threading.current_thread() is threading.main_thread():
-        # As an exception, so that a started child or a half-written run is put in order first.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
+        end_in_order()
     try:
         code = get_command(app).main(args=given, prog_name="dix", standalone_mode=False)
         return int(code or 0)
@@ -99,6 +99,30 @@ def main(arguments: list[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except Exception as error:
         return explain(error, given)
+
+
+def end_in_order() -> None:
+    """SIGTERM and a terminal that closes become exceptions: a server, a run, a changed setting is put in order first."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: Any) -> None:
+    if number == signal.SIGHUP:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # kernel and shell both say so; the second one would cut the putting in order short
+        with contextlib.suppress(OSError):
+            _leave_terminal()
+    raise SystemExit(ExitCode.HUNG_UP if number == signal.SIGHUP else ExitCode.TERMINATED)
+
+
+def _leave_terminal() -> None:
+    """What is printed from now on goes nowhere: a terminal that is gone fails every write, in the middle of the putting in order."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def explain(error: Exception, arguments: list[str]) -> int:

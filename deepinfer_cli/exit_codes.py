@@ -13,5 +13,6 @@ class ExitCode(IntEnum):
     UNREACHABLE = 4
     INVALID = 5
     BUG = 70
+    HUNG_UP = 129
     INTERRUPTED = 130
     TERMINATED = 143

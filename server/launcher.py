@@ -20,7 +20,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
-from server import gpu, listener
+from server import gpu, listener, parent_death
 from server.cache_files import KEPT_NAME, keep_cache, remove_cache, remove_orphans, segments
 from server.config import ServerConfig
 from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable, machine_error
@@ -214,8 +214,10 @@ def start(
     ready_timeout_s: float | None = None,
     api_keys: list[str] | None = None,
     engine_factory: str = "",
+    owned: bool = False,
 ) -> ServerState:
     """Start a server in the background and return when it is ready. Its events are passed on meanwhile.
+    owned: it also stops when this thread ends in whatever way; ask for that from the main thread only.
 
     Raises:
         DixError: the background process's own failure, or ServerUnreachable after `ready_timeout_s`.
@@ -227,7 +229,7 @@ def start(
     lock = take_lock(launch)
     try:
         with _interrupts_later():
-            process = _spawn_background(launch, state_dir, api_keys or [], lock)
+            process = _spawn_background(launch, state_dir, api_keys or [], lock, owned)
         lock.release()  # the supervisor holds it by the descriptor that it inherited
         return _wait_ready(process, directory / EVENTS_NAME, directory, on_event, limit_s)
     except BaseException:
@@ -240,12 +242,13 @@ def start(
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of the block: an exception out of the middle of a fork would leave a child that nobody knows."""
+    """Signals that end wait for the end of the block: an exception out of the middle of a fork would leave a child that nobody knows."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals arrive in the main thread only
         return
     came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    later = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in later}
     try:
         yield
     finally:
@@ -255,16 +258,17 @@ def _interrupts_later() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str], lock: Lock) -> subprocess.Popen[bytes]:
+def _spawn_background(launch: Launch, state_dir: Path, api_keys: list[str], lock: Lock, owned: bool) -> subprocess.Popen[bytes]:
     """A supervisor in a session of its own. Keys travel through a pipe: others can read command lines, and files stay behind."""
     directory = Path(launch.server_dir)
+    owner = [str(os.getpid())] if owned else []
     request = directory / "start.json"
     with open(os.open(request, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(launch))
     (directory / EVENTS_NAME).write_bytes(b"")
     with (directory / "supervisor.out").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "server.launcher", str(request), str(state_dir), str(lock.descriptor)],
+            [sys.executable, "-P", "-m", "server.launcher", str(request), str(state_dir), str(lock.descriptor), *owner],
             pass_fds=(lock.descriptor,),
             stdin=subprocess.PIPE,
             stdout=output,
@@ -355,10 +359,12 @@ def stop(name: str, state_dir: Path, grace_s: float | None = None, *, keep_cache
 
 
 def background_main(arguments: list[str]) -> int:
-    """Entry point of the background supervisor: `python -m server.launcher START_FILE STATE_DIR LOCK_FD`, keys as JSON on stdin."""
+    """The background supervisor: `python -m server.launcher START_FILE STATE_DIR LOCK_FD [OWNER_PID]`, keys as JSON on stdin."""
     request, state_dir = Path(arguments[0]), Path(arguments[1])
     lock = Lock.adopt(request.parent, int(arguments[2]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the supervisor has handlers of its own
+    if len(arguments) > 3:
+        parent_death.arm(int(arguments[3]), signal.SIGTERM)
     api_keys = json.loads(sys.stdin.read())
     launch = msgspec.json.decode(request.read_bytes(), type=Launch)
     with (request.parent / EVENTS_NAME).open("a", buffering=1) as events:

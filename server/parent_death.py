@@ -1,4 +1,4 @@
-"""A child that cannot outlive its parent: the kernel kills it when the parent's forking thread ends."""
+"""A child that cannot outlive its parent: the kernel signals it when the parent's forking thread ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def arm(expected_parent: int) -> None:
-    """Ask for SIGKILL at the parent's death, and exit at once when the parent is already gone.
+def arm(expected_parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask for a signal at the parent's death, and exit at once when the parent is already gone.
 
     Call it in the first lines of a child. The signal belongs to the parent *thread*, so the parent forks from its main thread only.
     Raises:
         OSError: the kernel refused.
     """
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != expected_parent:
         os._exit(70)
 

@@ -74,11 +74,17 @@ class Run:
         except DixError as error:
             self._close(Verdict("failed", False, [str(error)], {}), before)
             raise
-        verdict = judge(self._recipe, self._call.settings.bench.max_failed, read_lines(self.folder / "requests.jsonl"), interrupted)
+        except SystemExit:  # SIGTERM, or the terminal is gone: what was measured is kept
+            self._close(self._judged(interrupted=True), before)
+            raise
+        verdict = self._judged(interrupted)
         self._close(verdict, before)
         if interrupted:
             return verdict, ExitCode.INTERRUPTED
         return verdict, ExitCode.OK if verdict.valid else ExitCode.INVALID
+
+    def _judged(self, interrupted: bool) -> Verdict:
+        return judge(self._recipe, self._call.settings.bench.max_failed, read_lines(self.folder / "requests.jsonl"), interrupted)
 
     def _settled_counters(self) -> dict[str, Any] | None:
         """The server's counters once they include everything that has ended."""
@@ -163,6 +169,9 @@ class Run:
                     interrupted = True
                     self._call.ui.note("stopping: what was measured is kept; Ctrl-C again stops at once", "warning")
                     child.send_signal(signal.SIGINT)
+                except SystemExit:
+                    child.send_signal(signal.SIGINT)
+                    raise
 
     def _show(self, event: dict[str, Any], bar: Bar) -> None:
         if self._call.json:

@@ -175,8 +175,9 @@ def own_server(call: Invocation, model: str | None) -> Iterator[str]:
     call.ui.note(f"starting {plan.server.served_name} for this talk", "quiet")
     places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
     server = dataclasses.replace(plan.server, port=0)
+    limit_s = server.ready_timeout_s
     state = launcher.start(
-        plan.engine, plan.hicache, server, name=plan.name, on_event=lambda event: None, ready_timeout_s=server.ready_timeout_s, **places
+        plan.engine, plan.hicache, server, name=plan.name, on_event=lambda event: None, ready_timeout_s=limit_s, owned=True, **places
     )
     try:
         yield state.base_url

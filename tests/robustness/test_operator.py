@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deepinfer_cli.app import end_in_order
 from deepinfer_cli.bench.runs import list_runs, new_run, write_json
 from deepinfer_cli.commands.logs import read_new
 from deepinfer_cli.commands.status import _up_s
@@ -38,6 +39,9 @@ from server.errors import ConfigError, ServerUnreachable
 from server.launch import MAX_SOCKET_PATH, Launch, load_launch, recorded_grace_s
 from server.logs import LogFile
 from server.state import ServerState, clean_leftovers, host_boot_id, list_servers, read_state, record_self, server_dir, write_state
+from tests.cli.fake_server import serving
+from tests.e2e.terminal import Terminal
+from tests.server.harness import ROOT
 
 DIX = [sys.executable, "-m", "deepinfer_cli"]
 
@@ -270,6 +274,64 @@ def test_an_interrupt_in_the_middle_of_a_spawn_waits_for_its_end() -> None:
     assert steps == ["spawned"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+HUNG_UP = """
+import sys, time
+from pathlib import Path
+from deepinfer_cli.app import end_in_order
+end_in_order()
+try:
+    print("begun", flush=True)
+    time.sleep(60)
+finally:
+    print("said to nobody", flush=True)
+    time.sleep(0.5)
+    Path(sys.argv[1]).write_text("in order")
+"""
+
+
+def test_a_terminal_that_closes_lets_a_command_put_things_in_order(tmp_path: Path, env: dict[str, str]) -> None:
+    """The server of a talk, the interval of a tuned one, a half-written run. The signal comes twice, and writes fail by then."""
+    done = tmp_path / "done"
+    terminal = Terminal([sys.executable, "-c", HUNG_UP, str(done)], {**env, "PYTHONPATH": str(ROOT)})
+    terminal.read_until("begun")
+    os.close(terminal._fd)
+    time.sleep(0.2)
+    os.kill(terminal._pid, signal.SIGHUP)
+    _, status = os.waitpid(terminal._pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert done.read_text() == "in order"
+
+
+def test_nohup_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: dict[int, Any] = {}
+    monkeypatch.setattr("signal.getsignal", lambda number: signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+    monkeypatch.setattr("signal.signal", taken.__setitem__)
+    end_in_order()
+    assert list(taken) == [signal.SIGTERM]
+
+
+def test_a_run_that_is_terminated_keeps_what_it_measured(tmp_path: Path, env: dict[str, str]) -> None:
+    recipe = tmp_path / "slow.toml"
+    recipe.write_text(
+        'name = "slow"\ndescription = "Slow."\n[load]\nconcurrency = 1\nconversations = 40\nturns = 1\nthink_time_s = 0.2\n'
+        "[prompt]\nfirst_tokens = 16\n[output]\ntokens = 4\n"
+    )
+    with serving() as server:
+        command = [*DIX, "bench", "run", str(recipe), "--url", f"http://127.0.0.1:{server.port}"]
+        process = subprocess.Popen(command, env={**env, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        runs = tmp_path / "home" / "state" / "runs"
+        deadline = time.monotonic() + 60
+        while not any(path.stat().st_size for path in runs.glob("*/requests.jsonl")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 143
+    run = json.loads(next(runs.glob("*/run.json")).read_text())
+    assert (run["status"], run["valid"], run["reasons"]) == ("partial", False, ["interrupted"])
+    assert 0 < run["counts"]["made"] < 40
 
 
 # ---- clocks

@@ -189,9 +189,12 @@ try:
     launcher.start(
         EngineConfig(model=str(base / "model"), dp=2), HiCacheConfig(size_gb=0), ServerConfig(port=0), name="fake", state_dir=base,
         runtime_dir=base / "run", on_event=lambda event: print(event["event"], flush=True), engine_factory=sys.argv[2], ready_timeout_s=60,
+        owned="owned" in sys.argv,
     )
 except launcher.ConfigError as error:
     print("refused:", error, flush=True)
+if "owned" in sys.argv:
+    sys.stdin.read()
 """
 
 
@@ -205,9 +208,10 @@ def base() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def begin(base: Path) -> subprocess.Popen[str]:
+def begin(base: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", START, str(base), FACTORY, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", START, str(base), FACTORY], env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def processes_in(base: Path) -> list[int]:
@@ -220,6 +224,18 @@ def processes_in(base: Path) -> list[int]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
+
+
+def test_the_server_of_a_talk_ends_with_a_talk_that_is_killed(base: Path) -> None:
+    process = begin(base, "owned")
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline().split():
+        assert process.poll() is None
+    assert read_state(base / "servers" / NAME) is not None
+    process.kill()
+    process.communicate()
+    eventually(lambda: not processes_in(base), 30)
+    assert read_state(base / "servers" / NAME) is None
 
 
 @pytest.mark.slow
