@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from engine.ops.triton.decode_formats import SHRINK
 from engine.ops.triton.row_attention_hopper import (
     _OUTPUT,
     _QUERY,
@@ -35,6 +34,7 @@ from engine.ops.triton.row_attention_hopper import (
     load_entries,
     load_window,
     window_places,
+    write_result,
 )
 
 
@@ -147,26 +147,7 @@ def _multiply(
         m, den, oe, oo = _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo)
     even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
 
-    flat: gl.constexpr = gl.SliceLayout(1, _OUTPUT)
-    head = gl.arange(0, HEADS, flat)
-    half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, _OUTPUT)), 0)
-    m, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
-    if ALONE:
-        factor = gl.expand_dims(SHRINK / (den + gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - m)), 1)
-        even, odd = even * factor, odd * factor
-        turned = half - (D2 - R2)
-        cos = gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0)
-        sin = gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0)
-        low = (even * cos + odd * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
-        high = (odd * cos - even * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
-        gl.store(out_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + half, low | (high << 16))
-    else:
-        place = (row * splits + split) * HEADS + head
-        at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
-        gl.store(at, even)
-        gl.store(at + D2, odd)
-        gl.store(stat_ptr + place * 2, m)
-        gl.store(stat_ptr + place * 2 + 1, den)
+    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE)
 
 
 @gluon.jit
