@@ -29,6 +29,7 @@ from engine.step import SchedulerLimits, Step
 from engine.step_runner import StepRunner
 from engine.stream import CallerStream, Stream, WorkerStream
 from engine.structured_output import Matcher
+from engine.token_range import first_outside
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
 from hicache.replay import check_replay
@@ -130,8 +131,8 @@ class Engine:
             ("logit_bias id", request.params.logit_bias),
             ("stop token id", request.params.stop_token_ids),
         ):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-                bad = next(i for i in ids if not 0 <= i < vocab_size)
+            bad = first_outside(ids, vocab_size)
+            if bad is not None:
                 raise RequestError(f"{what} {bad} is outside the vocabulary", hint=f"ids are 0 to {vocab_size - 1}")
         if request.request_id in self.scheduler or request.request_id in self.grammars:
             raise RequestError(f"request id {request.request_id!r} is in use", hint="give every request its own id")

@@ -201,8 +201,7 @@ class PrefixCache:
         memo = self._memos.get(seq.seq_id)
         if memo is not None and memo[:2] == (seq.prefill_len, self._keys.epoch):
             return memo[2]
-        tokens = seq.token_ids if len(seq.token_ids) == seq.prefill_len else seq.token_ids[: seq.prefill_len]
-        keys = self._keys.page_keys(tokens, seq.request.cache_salt)
+        keys = self._keys.page_keys(_prompt(seq), seq.request.cache_salt)
         while len(self._memos) >= _MAX_KEY_MEMOS:
             self._memos.pop(next(iter(self._memos)))
         self._memos[seq.seq_id] = (seq.prefill_len, self._keys.epoch, keys)
@@ -317,7 +316,7 @@ class PrefixCache:
             self._writer.store_state(seq, match, end, match.wanted[end])
         if done:
             self._writer.store_end_states(seq, match)
-            self._explainer.remember(seq.token_ids[: seq.prefill_len], seq.request.cache_salt)
+            self._explainer.remember(_prompt(seq), seq.request.cache_salt)
 
     # -- end ---------------------------------------------------------------------------------------------------------------
 
@@ -420,3 +419,8 @@ class PrefixCache:
         if kind == "flip":
             return flip(self.cache, self.mover.arena, self.mover.row_bytes, self.mover.state_bytes, target, page, byte, count)
         return self.mover.transfer.arm(kind, count, seconds)
+
+
+def _prompt(seq: Sequence) -> list[int]:
+    """Tokens to prefill; not a copy where that is all."""
+    return seq.token_ids if len(seq.token_ids) == seq.prefill_len else seq.token_ids[: seq.prefill_len]
