@@ -4,6 +4,9 @@
 // Weights come from registers: a warp decodes its rows of the next stage while the tensor cores multiply those of this one. Tokens come from
 // shared memory, where the tensor cores read them once per 64 rows; they want the columns of a token in the order of products, so x is given
 // in that order (`in_order_of_products` of engine/ops/cuda/packed_gemm.py).
+//
+// With slices the columns are added in the order of as many warps of packed_gemm.cu that share a tile of rows: every slices-th block of them
+// from zero, and each such sum to the ones before, which wait in shared memory. So batch-invariant mode may divide the columns for few tokens.
 #include "packed_weights.cuh"
 #include "warpgroup.cuh"
 
@@ -28,9 +31,18 @@ struct GroupStage {
 // Operands of the products of one stage.
 using GroupWeights = uint32_t[kGroupRows][4][4];
 
+// A block of columns in the order of slices: 0, slices, 2 * slices, .., then 1, slices + 1, ... slices: a power of two.
+struct SlicedBlock {
+    int number, slices, blocks;
+
+    __device__ __forceinline__ int slice() const { return number & (slices - 1); }
+    __device__ __forceinline__ bool ends_slice() const { return number + slices >= blocks; }
+    __device__ __forceinline__ void advance() { number = ends_slice() ? slice() + 1 : number + slices; }
+};
+
 // Items of up to kTokens tokens, kStages places of the ring. With few tokens there are registers enough for products that begin before those
 // of the stage before are over.
-template <Format kFormat, int kTokens, int kStages>
+template <Format kFormat, int kTokens, int kStages, bool kSliced>
 struct GroupUnit {
     using L = Layout<kFormat>;
     using S = GroupStage<kFormat, kTokens>;
@@ -40,7 +52,9 @@ struct GroupUnit {
 
     const PackedGemm& p;
     unsigned char* ring;
+    float4* sums;  // this thread's, of the slices before: one every kGroupThreads
     int num_stages;
+    SlicedBlock copied, fetched;  // whose weights are copied next, and whose scales are in `later`
     // What one thread copies per stage: one piece of some tokens, and its own weights.
     const uint16_t* token[kCopied];
     const unsigned char* codes[kGroupRows];
@@ -51,21 +65,26 @@ struct GroupUnit {
 
     __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kStages * S::kBytes; }
 
-    __device__ __forceinline__ void issue(int stage) const {
+    __device__ __forceinline__ void issue(int stage) {
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
         if (stage < num_stages) {
+            int columns = stage;
+            if constexpr (kSliced) {
+                columns = copied.number * S::kPerBlock + stage % S::kPerBlock;
+                if (stage % S::kPerBlock == S::kPerBlock - 1) copied.advance();
+            }
             unsigned char* to = stage_at(stage);
 #pragma unroll
             for (int i = 0; i < kCopied; ++i) {
                 const int row = thread / 8 + 32 * i, piece = thread % 8;
-                if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + stage * kGroupColumns + piece * 8);
+                if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + columns * kGroupColumns + piece * 8);
             }
             unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
                 for (int c = 0; c < S::kChunks; ++c) {
-                    copy_async16(mine + (r * S::kChunks + c) * 512, codes[r] + (static_cast<int64_t>(stage) * S::kChunks + c) * 512);
+                    copy_async16(mine + (r * S::kChunks + c) * 512, codes[r] + (static_cast<int64_t>(columns) * S::kChunks + c) * 512);
                 }
             }
         }
@@ -76,7 +95,12 @@ struct GroupUnit {
     __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (stage % S::kPerBlock == 0) {
-            const int block = stage / S::kPerBlock + 1 < p.blocks ? stage / S::kPerBlock + 1 : 0;
+            int block = stage / S::kPerBlock + 1;
+            if constexpr (kSliced) {
+                fetched.advance();
+                block = fetched.number;
+            }
+            block = block < p.blocks ? block : 0;  // behind the last one nothing is used
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) {
                 fields[r] = later[r];
@@ -124,29 +148,60 @@ struct GroupUnit {
         GroupWeights even, odd;
         wait_copies<kUnderWay - 1>();
         decode(0, even);
+        SlicedBlock now = copied;
+        now.number = 0;
 #pragma unroll 1
         for (int stage = 0; stage < num_stages; stage += 2) {
             step<kPairs>(stage, even, odd);
             if (stage + 1 < num_stages) step<kPairs>(stage + 1, odd, even);
+            if constexpr (kSliced) {
+                static_assert(S::kPerBlock == 2);
+                if (now.ends_slice()) add_slice<kPairs>(now.slice());
+                now.advance();
+            }
         }
         group_wait<0>();
     }
+
+    // The products of a slice are all under way.
+    template <int kPairs>
+    __device__ __forceinline__ void add_slice(int slice) {
+        group_wait<0>();
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+#pragma unroll
+            for (int j = 0; j < 2 * kPairs; ++j) {
+                float4& kept = sums[(r * 2 * kPairs + j) * kGroupThreads];
+                float(&sum)[4] = acc[r][j];
+                if (slice > 0) {
+                    const float4 before = kept;
+                    sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
+                }
+                if (slice < copied.slices - 1) {
+                    kept = {sum[0], sum[1], sum[2], sum[3]};
+                    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+                }
+            }
+        }
+    }
 };
 
-template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages>
-__global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGemm p) {
+template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages, bool kSliced>
+__global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGemm p, int slices) {
     using L = Layout<kFormat>;
     using S = GroupStage<kFormat, kTokens>;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     const int row_groups = (p.tiles + kGroupWarps * kGroupRows - 1) / (kGroupWarps * kGroupRows);
     const int units = num_items_of(p, kTokens) * row_groups;
     unsigned char* ring = aligned_shared_memory<kGroupAlign>();
+    float4* sums = reinterpret_cast<float4*>(ring + kStages * S::kBytes) + thread;
+    const SlicedBlock first = {0, slices, p.blocks};
 
     for (int unit_index = blockIdx.x; unit_index < units; unit_index += gridDim.x) {
         const int item_index = unit_index / row_groups;
         const Item item = item_of(p, item_index, kTokens);
         const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
-        GroupUnit<kFormat, kTokens, kStages> unit = {p, ring, p.blocks * S::kPerBlock, {}, {}, {}, {}, {}, {}, {}};
+        GroupUnit<kFormat, kTokens, kStages, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}};
 #pragma unroll
         for (int i = 0; i < unit.kCopied; ++i) {
             const int column = thread / 8 + 32 * i;
@@ -193,34 +248,41 @@ __global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGe
     }
 }
 
-template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages>
-int launch_groups(const PackedGemm& p, int num_blocks, cudaStream_t stream) {
-    constexpr int kShared = kStages * GroupStage<kFormat, kTokens>::kBytes + kGroupAlign;
+template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages, bool kSliced = false>
+int launch_groups(const PackedGemm& p, int slices, int num_blocks, cudaStream_t stream) {
+    constexpr int kSums = kSliced ? kGroupThreads * kGroupRows * kTokens * 2 : 0;  // fp32, 16 rows a warp and tile
+    constexpr int kShared = kStages * GroupStage<kFormat, kTokens>::kBytes + kSums + kGroupAlign;
     static_assert(kShared <= 227 * 1024, "more than a multiprocessor has");
-    const auto kernel = packed_groups<kFormat, kEpilogue, kTokens, kStages>;
+    const auto kernel = packed_groups<kFormat, kEpilogue, kTokens, kStages, kSliced>;
     const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (ready != cudaSuccess) return ready;
-    DIX_LAUNCH(kernel, num_blocks, kGroupThreads, kShared, stream, p);
+    DIX_LAUNCH(kernel, num_blocks, kGroupThreads, kShared, stream, p, slices);
     return cudaGetLastError();
 }
 
 template <Epilogue kEpilogue>
-int choose_groups(const PackedGemm& p, int format, int form, int num_blocks, cudaStream_t stream) {
-    if (format == kFp8) return launch_groups<kFp8, kEpilogue, 128, 6>(p, num_blocks, stream);
-    if (form == 0) return launch_groups<kFp4, kEpilogue, 128, 4>(p, num_blocks, stream);
-    if (form == 1) return launch_groups<kFp4, kEpilogue, 128, 8>(p, num_blocks, stream);
-    if (form == 2) return launch_groups<kFp4, kEpilogue, 64, 10>(p, num_blocks, stream);
+int choose_groups(const PackedGemm& p, int format, int form, int slices, int num_blocks, cudaStream_t stream) {
+    const bool divided = slices == 4 || slices == 8;
+    if (slices != 1 && (!divided || format != kFp8 || slices > p.blocks)) return cudaErrorInvalidValue;
+    if (format == kFp8 && divided && form == 2) return launch_groups<kFp8, kEpilogue, 64, 6, true>(p, slices, num_blocks, stream);
+    if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, 128, 3, true>(p, slices, num_blocks, stream);
+    if (format == kFp8) return launch_groups<kFp8, kEpilogue, 128, 6>(p, 1, num_blocks, stream);
+    if (form == 0) return launch_groups<kFp4, kEpilogue, 128, 4>(p, 1, num_blocks, stream);
+    if (form == 1) return launch_groups<kFp4, kEpilogue, 128, 8>(p, 1, num_blocks, stream);
+    if (form == 2) return launch_groups<kFp4, kEpilogue, 64, 10>(p, 1, num_blocks, stream);
     return cudaErrorInvalidValue;
 }
 
 }  // namespace dix
 
-// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, 0 to 2, see above.
-extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int form, int num_blocks, void* stream) {
+// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, 0 to 2, see above;
+// of FP8 with slices 2 for items of 64 tokens. slices: 1, for FP8 also 4 and 8 of at least as many blocks of columns, adds in the order of
+// dix_packed_gemm with as many.
+extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int form, int slices, int num_blocks, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
     if (num_blocks < 1 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
-    if (epilogue == kSwiglu) return choose_groups<kSwiglu>(*p, format, form, num_blocks, s);
-    if (epilogue == kPlainBf16) return choose_groups<kPlainBf16>(*p, format, form, num_blocks, s);
+    if (epilogue == kSwiglu) return choose_groups<kSwiglu>(*p, format, form, slices, num_blocks, s);
+    if (epilogue == kPlainBf16) return choose_groups<kPlainBf16>(*p, format, form, slices, num_blocks, s);
     return cudaErrorInvalidValue;
 }

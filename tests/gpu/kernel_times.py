@@ -1,5 +1,7 @@
 """Which kernel of a case takes the time: `python -m tests.gpu.kernel_times PATTERN ...` prints the device time of every kernel of one call.
 
+Cases of kernels and, by names that begin with `l.`, of layers. Layers of batch-invariant mode want a process of their own.
+
 Times come from the profiler, with cold inputs in turn; they hold without the gaps between kernels, so their sum is below the case's time.
 """
 
@@ -39,12 +41,14 @@ def times_of(case: Case, setting: Setting) -> dict[str, list[float]]:
 @torch.inference_mode()
 def main() -> None:
     setting = Setting("cuda")
-    for case in choose(all_cases("kernels"), sys.argv[1:]):
+    groups = {"layers" if pattern.startswith("l.") else "kernels" for pattern in sys.argv[1:]} or {"kernels"}
+    for case in choose([case for group in sorted(groups) for case in all_cases(group)], sys.argv[1:]):
         print(case.name)
         found = times_of(case, setting)
         for name, times in sorted(found.items(), key=lambda item: -sum(item[1])):
             each, per_call = statistics.median(times), len(times) / _CALLS
             print(f"  {each:9.1f} us x {per_call:4.1f}  {name[:110]}", flush=True)
+        print(f"  {sum(map(sum, found.values())) / _CALLS:9.1f} us in all")
         torch.cuda.empty_cache()
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from deepinfer_cli.opbench.ceilings import measure_ceilings
 from deepinfer_cli.opbench.timing import time_side_by_side
 from engine.ops.cuda.library import Kernels
-from engine.ops.cuda.packed_experts import tiles_of
-from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, machine, routed
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, expert_lists, expert_sum, machine, routed, tiles_of
 from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, unpack
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 

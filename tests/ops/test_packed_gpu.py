@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from engine.draws import FIXED_ONE
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, machine, padded
 from engine.ops.packed_experts import PACKED_EXPERTS
 from engine.ops.packed_linear import PACKED_LINEAR
-from engine.ops.packed_weights import Format, PackedWeights
+from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
-from engine.ops.weight_formats import encode_fp8_blocks
+from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 from tests.ops.random_experts import random_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -98,3 +99,31 @@ def test_drawn_tokens(temperature, filtered):
     assert torch.equal(best, top)
     # The sum of exponentials is rounded in another order than the library's: one row may lie on an edge.
     assert int((ids != want).sum()) <= 1
+
+
+@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("columns", [1280, 2304, 5120, 8192])
+def test_products_by_warpgroups_have_the_bits_of_products_by_warps(format, columns):
+    """Batch-invariant mode takes either. Values over many powers of two, and columns that cancel, which leaves what was rounded."""
+    run, stream = machine(torch.device("cuda"))
+    encode, pack = (encode_fp4_rows, pack_fp4) if format is Format.FP4 else (encode_fp8_blocks, pack_fp8)
+    half = torch.randn(1024, columns // 2, device="cuda") * torch.logspace(-3, 0, columns // 2, 2, device="cuda")
+    weights = pack(*encode(torch.cat((half, -half), 1)))
+    plain = torch.randn(200, columns // 2, device="cuda")
+    for x in (plain.repeat(1, 2), torch.randn(200, columns, device="cuda"), torch.randn(200, columns, device="cuda").exp2() * 1e3):
+        x = padded(x.bfloat16(), weights)
+
+        def product(shape, x=x):
+            out = torch.full((len(x), 1024), float("nan"), device="cuda", dtype=torch.bfloat16)
+            dense(run, stream, x, weights, out, shape, Epilogue.BF16)
+            return out
+
+        few = product(Shape(4))
+        for tiles in (1, 2) if format is Format.FP4 else (1, 8):
+            assert torch.equal(product(Shape(tiles)), few)
+        assert torch.equal(product(Shape(MANY)), few)
+        groups = product(Shape(MANY, warpgroups=True))
+        assert torch.equal(groups, few), f"{(groups != few).float().mean():.2%} of the sums differ, {error(groups, few):.1e}"
+        for slices in (4, 8) if format is Format.FP8 else ():
+            wanted = product(Shape(4, slices))
+            assert torch.equal(product(Shape(MANY, slices, warpgroups=True)), wanted)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.ops.cuda import packed_gemm
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_gemm import (
     MANY,
@@ -18,17 +19,22 @@ from engine.ops.cuda.packed_gemm import (
     dense,
     expert_lists,
     expert_sum,
+    fixed_shape,
     machine,
     padded,
     routed,
+    tiles_of,
 )
 from engine.ops.packed_experts import PackedExperts
+from engine.ops.packed_weights import PackedWeights
 from engine.ops.q8 import q8
 
 # Up to so many tokens every choice is an item of its own: hardly two of them share an expert.
 _NO_LISTS = 2
 # From so many rows per expert on the tensor cores are the time, and items of 128 tokens pay.
 _FEW_ROWS = 16
+# Warps that share a tile of the shared expert's rows.
+_SHARED_SLICES = 8
 # Whether many tokens go to the products of warpgroups.
 WARPGROUPS = True
 
@@ -50,7 +56,7 @@ def launch(
 ) -> Tensor:
     """The op `packed_experts` on the current CUDA device. In a graph the shared expert runs beside the routed ones.
 
-    warpgroups: many tokens by products of warpgroups, where the device has them and the order of sums is free.
+    warpgroups: many tokens by products of warpgroups, where the device has them.
     """
     run, stream = machine(x.device)
     if not torch.cuda.is_current_stream_capturing():
@@ -107,7 +113,7 @@ def run_routed(
     """
     (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
     ids, weights = ids.contiguous(), weights.contiguous()
-    shape = by_warpgroups(division(tokens, choices, w13.groups * ranks), run, warpgroups and not fixed)
+    shape = by_warpgroups(division(tokens, choices, w13.groups * ranks), run, warpgroups and (packed_gemm.SAME_SUMS or not fixed))
     lists = ids if tokens <= _NO_LISTS and not partial else expert_lists(run, stream, ids, w13.groups, shape.tiles)
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)
@@ -136,13 +142,18 @@ def run_shared(
     fixed: bool = False,
     warpgroups: bool = WARPGROUPS,
 ) -> None:
-    """The shared expert. source: [T, C] bf16; act, out: see `shared_buffers`. fixed: columns are never divided among warps."""
-    shape = by_warpgroups(undivided(source.shape[0]), run, warpgroups and not fixed)
-    if not fixed and shape.tiles != MANY:
-        shape = Shape(shape.tiles, 8)
-    dense(run, stream, padded(source, experts.shared_w13), experts.shared_w13, act, shape, Epilogue.SWIGLU, limit=limit)
-    act = padded(q8(act) if quantize else act, experts.shared_w2)
-    dense(run, stream, act, experts.shared_w2, out, shape, Epilogue.BF16)
+    """The shared expert. source: [T, C] bf16; act, out: see `shared_buffers`. fixed: sums have one order, see `fixed_shape`."""
+
+    def shape(packed: PackedWeights) -> Shape:
+        if fixed:
+            return fixed_shape(run, source.shape[0], packed, _SHARED_SLICES)
+        few = source.shape[0] <= TILE_TOKENS * MOST_TILES
+        return Shape(tiles_of(source.shape[0]), _SHARED_SLICES) if few else by_warpgroups(Shape(MANY), run, warpgroups)
+
+    w13, w2 = experts.shared_w13, experts.shared_w2
+    dense(run, stream, padded(source, w13), w13, act, shape(w13), Epilogue.SWIGLU, limit=limit)
+    act = padded(q8(act) if quantize else act, w2)
+    dense(run, stream, act, w2, out, shape(w2), Epilogue.BF16)
 
 
 def _sum(run: Kernels, stream: int, parts: Tensor, shared: Tensor) -> Tensor:
@@ -159,16 +170,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def by_warpgroups(shape: Shape, run: Kernels, wanted: bool) -> Shape:
     """The same division with products of warpgroups, where it has many tokens and the machine such products."""
     return replace(shape, warpgroups=True) if wanted and shape.tiles == MANY and run.groups is not None else shape
-
-
-def tiles_of(rows: int) -> int:
-    """Tiles of eight tokens that hold `rows` tokens, up to eight of them."""
-    return next((tiles for tiles in (1, 2, 4) if rows <= TILE_TOKENS * tiles), MOST_TILES)
-
-
-def undivided(rows: int) -> Shape:
-    """Of a dense product whose sums have one order for every number of rows: that of both kernels when no warps share a tile."""
-    return Shape(tiles_of(rows)) if rows <= TILE_TOKENS * MOST_TILES else Shape(MANY)
 
 
 def division(tokens: int, choices: int, num_experts: int) -> Shape:

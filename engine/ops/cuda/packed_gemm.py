@@ -15,6 +15,8 @@ from engine.ops.packed_weights import Format, PackedWeights
 TILE_TOKENS = 8
 MOST_TILES = 8  # of an item of the kernel for few tokens
 MANY = 16  # tiles of an item of the kernel for many tokens
+# Whether wgmma and mma.sync give the same bits for the same sums, so that batch-invariant mode may take either.
+SAME_SUMS = False
 
 
 class Epilogue(IntEnum):
@@ -29,9 +31,9 @@ class Epilogue(IntEnum):
 class Shape:
     """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
 
-    tiles: of eight tokens per item; `MANY` (16) means the kernels for many tokens (packed_tiles.cu). slices: warps that share 16 rows.
-    residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of 8 tiles (FP4) or 16, by packed_groups.cu, whose sums
-    have another order. form: of the ring of packed_groups.cu.
+    tiles: of eight tokens per item; `MANY` (16) means the kernels for many tokens (packed_tiles.cu). slices: warps that share 16 rows, of
+    many tokens the order of so many. residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of 8 tiles (FP4, or FP8
+    with slices) or 16, by packed_groups.cu. form: of the ring of packed_groups.cu.
     """
 
     tiles: int
@@ -60,6 +62,23 @@ class ExpertLists:
     item_rows: int
 
 
+def tiles_of(rows: int) -> int:
+    """Tiles of eight tokens that hold `rows` tokens, up to eight of them."""
+    return next((tiles for tiles in (1, 2, 4) if rows <= TILE_TOKENS * tiles), MOST_TILES)
+
+
+def fixed_shape(run: Kernels, rows: int, packed: PackedWeights, slices: int) -> Shape:
+    """Of a dense product whose sums have one order for every number of rows.
+
+    slices: wanted. Many rows are added in that order by warpgroups only, so elsewhere, and of fewer blocks of columns, there is one.
+    """
+    warpgroups = SAME_SUMS and run.groups is not None
+    slices = slices if warpgroups and slices <= packed.blocks else 1
+    if rows <= TILE_TOKENS * MOST_TILES:
+        return Shape(tiles_of(rows), slices)
+    return Shape(MANY, slices, warpgroups=warpgroups)
+
+
 def in_order_of_products(x: Tensor, format: Format) -> Tensor:
     """x [R, blocks of columns] with every 64 columns in the order in which products by warpgroups take them.
 
@@ -70,6 +89,15 @@ def in_order_of_products(x: Tensor, format: Format) -> Tensor:
         return x.unflatten(1, (-1, 4, 4, 2, 2)).permute(0, 1, 3, 4, 2, 5).flatten(1)
     # [chunk, lane t, step of the chunk, half, pair] -> [chunk, step, half, lane t, pair]
     return x.unflatten(1, (-1, 2, 4, 2, 2, 2)).permute(0, 1, 2, 4, 5, 3, 6).flatten(1)
+
+
+def _ordered(x: Tensor, format: Format) -> Tensor:
+    """`in_order_of_products`, by one kernel on a GPU."""
+    if not x.is_cuda:
+        return in_order_of_products(x, format)
+    from engine.ops.triton.product_order import in_order
+
+    return in_order(x, format)
 
 
 def machine(device: torch.device) -> tuple[Kernels, int]:
@@ -107,7 +135,7 @@ def routed(
 
     lists: or the expert of each slot, int64: then every slot is an item of its own, which for a token or two saves making lists.
     """
-    x = in_order_of_products(x, packed.format) if shape.warpgroups else x
+    x = _ordered(x, packed.format) if shape.warpgroups else x
     arguments = _arguments(packed, x, out, limit)
     if isinstance(lists, Tensor):
         arguments.groups, arguments.num_rows = lists.data_ptr(), lists.numel()
@@ -123,12 +151,12 @@ def dense(
     run: Kernels, stream: int, x: Tensor, packed: PackedWeights, out: Tensor, shape: Shape, epilogue: Epilogue, *, limit: float = 0.0
 ) -> None:
     """out[t, g] = W_g x[t, g]. x: [T, groups * padded columns], out: [T, groups * rows (half of them for SWIGLU)], rows contiguous."""
-    x = in_order_of_products(x, packed.format) if shape.warpgroups else x
+    x = _ordered(x, packed.format) if shape.warpgroups else x
     arguments = _arguments(packed, x, out, limit)
     arguments.num_rows, arguments.num_groups, arguments.x_divisor = x.shape[0], packed.groups, 1
     arguments.x_group_stride, arguments.y_group_stride = packed.padded_columns, out.shape[1] // packed.groups
     items = -(-x.shape[0] // (TILE_TOKENS * shape.tiles)) * packed.groups
-    units = items * -(-packed.tiles * shape.slices // (2 * _WARPS if shape.many else _WARPS))
+    units = items * -(-packed.tiles // (2 * _WARPS if shape.many else _WARPS // shape.slices))
     if units:
         _launch(run, stream, arguments, packed.format, epilogue, shape, min(units, shape.num_blocks(run.num_processors)))
 
@@ -178,8 +206,9 @@ def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format,
     if shape.warpgroups:
         assert run.groups is not None, f"{shape} on a machine without products of warpgroups"
         form = 2 if shape.tiles == MOST_TILES else shape.form
-        status = run.groups(ctypes.byref(arguments), format, epilogue, form, num_blocks, stream)
+        status = run.groups(ctypes.byref(arguments), format, epilogue, form, shape.slices, num_blocks, stream)
     elif shape.tiles == MANY:
+        assert shape.slices == 1, f"{shape}: many tokens are divided among warpgroups only"
         status = run.tiles(ctypes.byref(arguments), format, epilogue, num_blocks, stream)
     else:
         status = run.gemm(ctypes.byref(arguments), format, epilogue, shape.tiles, shape.slices, num_blocks, stream)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
-from engine.ops.cuda.packed_experts import tiles_of, undivided
-from engine.ops.cuda.packed_gemm import MANY, MOST_TILES, TILE_TOKENS, Epilogue, Shape, dense, machine, padded
+from engine.ops.cuda.packed_gemm import MANY, MOST_TILES, TILE_TOKENS, Epilogue, Shape, dense, fixed_shape, machine, padded, tiles_of
 from engine.ops.packed_weights import PackedWeights
 
 
@@ -21,16 +20,19 @@ def launch_invariant(x: Tensor, weights: PackedWeights) -> Tensor:
 
 
 def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights, fixed: bool = False) -> Tensor:
-    """`launch` with the kernels given, which may be the emulated ones. fixed: columns are never divided among warps."""
+    """`launch` with the kernels given, which may be the emulated ones. fixed: sums have one order, see `fixed_shape`."""
     out = x.new_empty(x.shape[0], weights.groups * weights.rows)
-    divided = undivided(x.shape[0]) if fixed else shape(x.shape[0], weights, run.num_processors)
+    slices = slices_of(weights, run.num_processors)
+    divided = fixed_shape(run, x.shape[0], weights, slices) if fixed else shape(x.shape[0], slices)
     dense(run, stream, padded(x, weights), weights, out, divided, Epilogue.BF16)
     return out
 
 
-def shape(num_rows: int, weights: PackedWeights, num_processors: int) -> Shape:
+def shape(num_rows: int, slices: int) -> Shape:
+    return Shape(MANY) if num_rows > TILE_TOKENS * MOST_TILES else Shape(tiles_of(num_rows), slices)
+
+
+def slices_of(weights: PackedWeights, num_processors: int) -> int:
     """As many warps per tile of rows as the machine has room for: 16 warps a multiprocessor hide the latency of memory."""
-    if num_rows > TILE_TOKENS * MOST_TILES:
-        return Shape(MANY)
     warps, room = weights.groups * weights.tiles, 16 * num_processors
-    return Shape(tiles_of(num_rows), 8 if 8 * warps <= 1.5 * room else 4 if 4 * warps <= 1.5 * room else 1)
+    return next((slices for slices in (8, 4) if slices * warps <= 1.5 * room), 1)
