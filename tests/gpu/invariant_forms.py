@@ -39,7 +39,8 @@ def products(setting: Setting) -> Iterator[Problem]:
         for tokens in (1, 64, 256, 4096):
             slices = (1, 4, 8)
             few = [Shape(tiles_of(tokens), n) for n in slices] if tokens <= 256 else [Shape(MANY)]
-            shapes = few + [Shape(MANY, n, warpgroups=True) for n in slices] * (tokens > 64)
+            many = [Shape(tiles, n, warpgroups=True) for tiles, n in ((MANY, 1), (MANY, 4), (MANY, 8), (8, 4), (8, 8))]
+            shapes = few + many * (tokens > 64)
             forms = {str(shape)[5:]: partial(_product, pool, sets, shape) for shape in shapes}
             if tokens > 64:
                 forms["library"] = partial(_library, pool, plain)
