@@ -30,17 +30,20 @@ _PROBE_ROUNDS = 3
 class KernelTransfer:
     """One launch per call reads or writes the host frames over the bus. Best for pages and smaller pieces.
 
-    host_pointer: the device's address of the arena's first frame; the frames follow it without gaps.
+    host_pointer: the device's address of the arena's first frame; the frames follow it without gaps. chained: launches of one call begin
+    while the one before ends, where the device can.
     """
 
     name = "kernel"
 
-    def __init__(self, arena: HostArena, library: ctypes.CDLL, host_pointer: int, num_blocks: int = KERNEL_BLOCKS) -> None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._launch = bind(
-            library, "dix_page_copy", [pointer, pointer, pointer, pointer, ctypes.c_int, number, number, number, ctypes.c_int, pointer]
-        )
+    def __init__(
+        self, arena: HostArena, library: ctypes.CDLL, host_pointer: int, num_blocks: int = KERNEL_BLOCKS, chained: bool = True
+    ) -> None:
+        pointer, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        types = [pointer, pointer, pointer, pointer, integer, number, number, number, integer, integer, pointer]
+        self._launch = bind(library, "dix_page_copy", types)
         self._library, self._arena, self._host, self._num_blocks = library, arena, host_pointer, num_blocks
+        self._chained = chained and torch.cuda.get_device_capability()[0] >= 9
 
     def copy_in(self, frames: Sequence[int], device: Tensor, rows: Sequence[int]) -> None:
         self._copy(self._host, self._arena.frame_bytes, frames, device.data_ptr(), device.stride(0), rows, device.shape[1])
@@ -59,7 +62,10 @@ class KernelTransfer:
             here, there = _packed(first[begin:end]), _packed(second[begin:end])
             addresses = here.buffer_info()[0], there.buffer_info()[0]
             # The launch copies the numbers, so these arrays need to live no longer than the call.
-            status = self._launch(source, target, *addresses, len(here), source_stride, target_stride, row_bytes, self._num_blocks, stream)
+            follows = int(self._chained and begin > 0)
+            status = self._launch(
+                source, target, *addresses, len(here), source_stride, target_stride, row_bytes, self._num_blocks, follows, stream
+            )
             check_status(self._library, status, "page copy")
             begin, size = end, _MOST_ROWS
 

@@ -19,6 +19,7 @@ constexpr int kThreads = 1024;
 constexpr int kUnroll = 4;
 constexpr int kWarp = 32;
 constexpr int kFewRows = 128;    // 1 KiB of argument: what a decode step stores, launched fastest
+constexpr int kSomeRows = 1024;  // 8 KiB
 constexpr int kManyRows = 4064;  // 32 KiB of argument, the most that a launch takes
 
 __device__ __forceinline__ uint4 load_once(const uint4* address) {
@@ -36,6 +37,19 @@ __device__ __forceinline__ void store_once(uint4* address, uint4 value) {
                  : "memory");
 }
 
+// The launches of one call follow each other without a gap: the next one begins while the last steps of this one are under way, and ends
+// after it.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <int kRows>
 struct Rows {
     int2 at[kRows];  // source row, target row
@@ -46,7 +60,9 @@ __global__ void __launch_bounds__(kThreads) page_copy(const char* source, char* 
                                                       unsigned row_vectors, int count, const __grid_constant__ Rows<kRows> rows) {
     const unsigned total = count * row_vectors;
     const unsigned first = (blockIdx.x * kThreads + threadIdx.x / kWarp * kWarp) * kUnroll + threadIdx.x % kWarp;
-    for (unsigned begin = first; begin < total; begin += gridDim.x * kThreads * kUnroll) {
+    const unsigned step = gridDim.x * kThreads * kUnroll;
+    for (unsigned begin = first; begin < total; begin += step) {
+        if (begin + step >= total) let_next_begin();
         uint4 values[kUnroll];
         uint4* places[kUnroll];
 #pragma unroll
@@ -64,6 +80,7 @@ __global__ void __launch_bounds__(kThreads) page_copy(const char* source, char* 
             store_once(places[u], values[u]);
         }
     }
+    wait_for_last();
 }
 
 struct Call {
@@ -75,19 +92,28 @@ struct Call {
     cudaStream_t stream;
 };
 
+// follows: another launch of the same call, which nothing depends on.
 template <int kRows>
-cudaError_t launch(const Call& call, const int* first, const int* second, int count) {
+cudaError_t launch(const Call& call, const int* first, const int* second, int count, bool follows) {
     Rows<kRows> rows;
     for (int i = 0; i < count; ++i) rows.at[i] = make_int2(first[i], second[i]);
-    page_copy<kRows><<<call.num_blocks, kThreads, 0, call.stream>>>(call.source, call.target, call.source_stride, call.target_stride, call.row_vectors,
-                                                                    count, rows);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(call.num_blocks);
+    config.blockDim = dim3(kThreads);
+    config.stream = call.stream;
+    config.attrs = &attribute;
+    config.numAttrs = follows ? 1 : 0;
+    return cudaLaunchKernelEx(&config, page_copy<kRows>, call.source, call.target, call.source_stride, call.target_stride, call.row_vectors, count, rows);
 }
 
 }  // namespace
 
+// follows: 1 when the call before on this stream was a part of the same copy; needs SM90.
 extern "C" int dix_page_copy(const void* source, void* target, const int* first, const int* second, int count, int64_t source_stride,
-                             int64_t target_stride, int64_t row_bytes, int num_blocks, void* stream) {
+                             int64_t target_stride, int64_t row_bytes, int num_blocks, int follows, void* stream) {
     if (count == 0) return cudaSuccess;
     const auto unaligned = reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target) | source_stride | target_stride | row_bytes;
     // The flat vector number of a launch has to fit 32 bits.
@@ -95,8 +121,9 @@ extern "C" int dix_page_copy(const void* source, void* target, const int* first,
     const Call call{static_cast<const char*>(source), static_cast<char*>(target),        source_stride, target_stride,
                     static_cast<unsigned>(row_bytes / 16), num_blocks, static_cast<cudaStream_t>(stream)};
     for (int done = 0; done < count;) {
-        const int rest = count - done, now = std::min(rest, kManyRows);
-        const auto status = now <= kFewRows ? launch<kFewRows>(call, first + done, second + done, now) : launch<kManyRows>(call, first + done, second + done, now);
+        const int now = std::min(count - done, kManyRows);
+        const auto run = now <= kFewRows ? launch<kFewRows> : now <= kSomeRows ? launch<kSomeRows> : launch<kManyRows>;
+        const auto status = run(call, first + done, second + done, now, follows != 0);
         if (status != cudaSuccess) return status;
         done += now;
     }

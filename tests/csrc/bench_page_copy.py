@@ -216,9 +216,13 @@ def product(report: Report, ceilings: dict[str, float], library: ctypes.CDLL) ->
         pinned = pin(arena, library)
         device = torch.randint(0, 256, (max(counts), row_bytes), dtype=torch.uint8, device="cuda")
         engine = KernelTransfer(arena, library, pinned.pointer)
+        apart, wide = (KernelTransfer(arena, library, pinned.pointer, **own) for own in ({"chained": False}, {"num_blocks": 16}))
         for count in counts:
             frames, rows = (random.Random(seed).sample(range(count), count) for seed in (1, 2))
             for direction in DIRECTIONS:
+                for form, other in (("apart", apart), ("16 blocks", wide)):
+                    share = count * row_bytes / device_ms(_copy(other, direction, frames, device, rows), 9) / 1e6 / ceilings[direction]
+                    report.add("form", share, "of pinned", row_bytes=row_bytes, rows=count, direction=direction, form=form)
                 copy = _copy(engine, direction, frames, device, rows)
                 gb_s = count * row_bytes / wall_ms(copy, 9) / 1e6
                 share = gb_s / ceilings[direction]

@@ -117,6 +117,21 @@ def test_call_of_more_rows_than_one_launch_takes_is_split(build_dir: Path, count
     many.pinned.close()
 
 
+@pytest.mark.parametrize("count", [513, 5000])
+def test_work_behind_a_call_of_several_launches_sees_the_rows_of_all(build_dir: Path, count: int) -> None:
+    """Launches of one call begin while the one before ends; what is enqueued next waits for every one of them."""
+    many = Machine(16_384, build_dir, num_pages=count)
+    rows, frames = random.Random(2).sample(range(count), count), list(range(count))
+    many.arena.rows[:, :16_384] = many.device.cpu()[rows]
+    original = many.device.clone()
+    for _ in range(5):
+        many.device.zero_()
+        many.engines["kernel"].copy_in(frames, many.device, rows)
+        seen = many.device.clone()
+        assert seen.equal(original)
+    many.pinned.close()
+
+
 def test_device_checksums_notice_one_flipped_bit(machine: Machine) -> None:
     audit = DeviceAudit(NUM_PAGES, PAGE_BYTES, torch.device("cuda"), full=True)
     audit.store(machine.device, [1, 2, 3], [10, 20, 30])
