@@ -69,7 +69,7 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
         _SHAPE | {"HEADS": 64, "N": 64, "ALONE": False, "SECOND_FP8": False, "FAST": True, "STAGES": 2},
         8,
     ),
-    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4}, 4),
+    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4, "EARLY": True}, 4),
     "select": (select_topk._select, _SELECT, {"CHUNK": 8192, "K": 512, "HAS_INDEX": False, "HAS_COUNT": True, "LAST": False}, 16),
     "score": (index_search._score, _SCORE, {"H": 32, "D2": 64, "N": 128, "SIZE": 8, "RESTRICTED": False, "FAST": True}, 4),
     "pack": (cache_rows._pack, {"x_ptr": _BF16, "out_ptr": _U8}, {"KIND": 1, "D2": 256, "N": 2}, 4),
@@ -80,9 +80,9 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
 
 # Kernels with layouts of their own: module and constants.
 _LAID_OUT: dict[str, tuple[str, dict[str, Any]]] = {
-    "attend hopper": ("row_attention_hopper", {"ALONE": False}),
-    "attend roles 4": ("row_attention_roles", {"ALONE": True, "DECODERS": 4}),
-    "attend roles 8": ("row_attention_roles", {"ALONE": False, "DECODERS": 8}),
+    "attend hopper": ("row_attention_hopper", {"ALONE": False, "EARLY": True}),
+    "attend roles 4": ("row_attention_roles", {"ALONE": True, "EARLY": False, "DECODERS": 4}),
+    "attend roles 8": ("row_attention_roles", {"ALONE": False, "EARLY": True, "DECODERS": 8}),
 }
 
 

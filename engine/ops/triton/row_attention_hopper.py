@@ -195,6 +195,12 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
 
 
 @gluon.jit
+def let_next_begin():
+    """The next kernel of the stream may be launched, if it was told that it may come early."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def write_result(
     even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE: gl.constexpr,
 ):  # fmt: skip
@@ -224,9 +230,13 @@ def write_result(
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """q, out: int32 [T, 64, 256] pairs of bf16. ALONE: a row's keys are not split. See `row_attention._attend` for the rest."""
+    """q, out: int32 [T, 64, 256] pairs of bf16. ALONE: a row's keys are not split. EARLY: the combining kernel may begin. See
+    `row_attention._attend` for the rest.
+    """
+    if EARLY:
+        let_next_begin()
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K

@@ -31,6 +31,7 @@ from engine.ops.triton.row_attention_hopper import (
     _store_entries,
     _store_window,
     entry_places,
+    let_next_begin,
     load_entries,
     load_window,
     window_places,
@@ -153,9 +154,11 @@ def _multiply(
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr, DECODERS: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr, EARLY: gl.constexpr, DECODERS: gl.constexpr,
 ):  # fmt: skip
     """DECODERS: warps that decode, four or eight, beside eight that multiply. All else is as in `row_attention_hopper.attend`."""
+    if EARLY:
+        let_next_begin()
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K
