@@ -128,6 +128,31 @@ __device__ __forceinline__ void read_keys(const Ring<kWords>& ring, int stage, u
     }
 }
 
+// Where a tile of 16 entries is whose block holds all of them: one look-up for all lanes, and addresses that differ by constants.
+struct TilePlace {
+    int64_t block;
+    int place;  // of the first entry, -1 where none is visible
+};
+
+__device__ __forceinline__ TilePlace find_tile(const IndexScores& p, const int64_t* table, int columns, int tile) {
+    const int first = tile * kTileEntries;
+    const bool seen = first < columns;
+    return {seen ? table[first >> p.log_per_block] : 0, seen ? first & ((1 << p.log_per_block) - 1) : -1};
+}
+
+__device__ __forceinline__ void start_tile(const IndexScores& p, const Ring<4>& ring, int stage, const TilePlace& tile) {
+    if (tile.place < 0) return;
+    const int entry = tile.place + static_cast<int>(threadIdx.x) % 32 / 4, quarter = threadIdx.x % 4;
+    const uint8_t* block = p.blocks + tile.block * p.block_bytes + p.offset;
+    const uint8_t* data = block + entry * 64 + quarter * 16;
+    const uint8_t* scales = block + (64 << p.log_per_block) + entry * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        copy_async16(ring.words(stage, i), data + i * (8 * 64));
+        copy_async4(ring.scales(stage, i), scales + i * (8 * 4));
+    }
+}
+
 // Of the query, channels of a 64-channel tile in the order in which `decode` leaves keys: step 2 w + h of a product multiplies, of quarter t,
 // channels 2 h, 2 h + 4 | 2 h + 1, 2 h + 5 of word w: columns 2 t.. and 2 t + 8.. of its 16. Piece i of 16 of a head of width 128 goes to two
 // tiles `tile_bytes` apart.

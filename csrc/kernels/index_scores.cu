@@ -106,16 +106,42 @@ __global__ void __launch_bounds__(kScoreThreads, kResidents) score(const IndexSc
     wait_copies<0>();
 }
 
+// How a kernel of warpgroups looks entries up: `Alone` one by one, in candidate blocks or blocks of the cache of any size, `Tiles` by tiles of 16.
+template <bool kRestricted>
+struct Alone {
+    static constexpr bool kCandidates = kRestricted;
+    using Where = Places;
+    const IndexScores& p;
+    const int64_t* table;
+    int64_t row;
+    int count, columns;
+
+    __device__ __forceinline__ Where at(int tile) const { return find<kRestricted>(p, row, table, count, columns, tile); }
+    __device__ __forceinline__ void fetch(const Ring<4>& ring, int stage, const Where& where) const { start<4>(p, ring, stage, where); }
+};
+
+struct Tiles {
+    static constexpr bool kCandidates = false;
+    using Where = TilePlace;
+    const IndexScores& p;
+    const int64_t* table;
+    int64_t row;
+    int count, columns;
+
+    __device__ __forceinline__ Where at(int tile) const { return find_tile(p, table, columns, tile); }
+    __device__ __forceinline__ void fetch(const Ring<4>& ring, int stage, const Where& where) const { start_tile(p, ring, stage, where); }
+};
+
 // The same for 32 heads of width 128 by warpgroups of SM90: four warps multiply 64 entries at a time, the query is in shared memory, in the order
 // in which the lanes have decoded channels.
-template <bool kRestricted, int kStages, int kResidents>
+template <class Lookup, int kStages, int kResidents>
 __global__ void __launch_bounds__(kScoreThreads, kResidents) score_groups(const IndexScores p) {
     constexpr int kWords = 4, kHeadTiles = 4;
     const int thread = threadIdx.x, warp = thread / 32;
     const int64_t row = blockIdx.x / p.programs;
     const int count = static_cast<int>(p.count[row]);
-    const int columns = kRestricted ? p.num_allowed << p.log_size : count;
-    const int64_t* table = p.table + p.seq[row] * p.table_stride;
+    const int columns = Lookup::kCandidates ? p.num_allowed << p.log_size : count;
+    const Lookup lookup = {p, p.table + p.seq[row] * p.table_stride, row, count, columns};
     const int step = p.programs * kScoreWarps;
     int first = blockIdx.x % p.programs * kScoreWarps;  // of four tiles
     if (first * kTileEntries >= columns) return;
@@ -123,10 +149,11 @@ __global__ void __launch_bounds__(kScoreThreads, kResidents) score_groups(const 
     const Ring<kWords> ring = {query + 2 * kQueryTile + warp * kStages * Ring<kWords>::kStage};
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-        start<kWords>(p, ring, i, find<kRestricted>(p, row, table, count, columns, first + warp + i * step));
+        lookup.fetch(ring, i, lookup.at(first + warp + i * step));
         commit_copies();
     }
-    Places next = find<kRestricted>(p, row, table, count, columns, first + warp + kStages * step);
+    auto next = lookup.at(first + warp + kStages * step);
+#pragma unroll
     for (int i = thread; i < 32 * 16; i += kScoreThreads) {
         place_query(p.q + (row * 32 + i / 16) * 128, query, kQueryTile, i / 16, i % 16);
     }
@@ -138,9 +165,9 @@ __global__ void __launch_bounds__(kScoreThreads, kResidents) score_groups(const 
         wait_copies<kStages - 1>();
         uint32_t words[2][kWords], factors[2], a[2 * kWords][4];
         read_keys<kWords>(ring, stage, words, factors);
-        start<kWords>(p, ring, stage, next);
+        lookup.fetch(ring, stage, next);
         commit_copies();
-        next = find<kRestricted>(p, row, table, count, columns, first + warp + (kStages + 1) * step);
+        next = lookup.at(first + warp + (kStages + 1) * step);
         stage = stage + 1 < kStages ? stage + 1 : 0;
         float d[4][4];
         decode_tile(words, factors, a);
@@ -150,7 +177,7 @@ __global__ void __launch_bounds__(kScoreThreads, kResidents) score_groups(const 
         for (int s = 1; s < 2 * kWords; ++s) group_multiply<2>(d, a[s], query + s / 4 * kQueryTile, s % 4);
         group_commit();
         group_wait<0>();
-        finish<kHeadTiles, kRestricted>(p, row, count, columns, first + warp, d, weights);
+        finish<kHeadTiles, Lookup::kCandidates>(p, row, count, columns, first + warp, d, weights);
     }
     wait_copies<0>();
 }
@@ -177,9 +204,11 @@ extern "C" int dix_index_scores(const dix::IndexScores* p, void* stream) {
     if (p->groups && p->width == 128 && p->num_heads == 32 && p->stages == under_way && p->residents == fitting) { \
         constexpr int kBytes = 1024 + 2 * kQueryTile + kScoreWarps * under_way * Ring<4>::kStage;               \
         if (p->allowed != nullptr) {                                                                            \
-            DIX_LAUNCH((score_groups<true, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);           \
+            DIX_LAUNCH((score_groups<Alone<true>, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);    \
+        } else if (p->log_per_block < 4) {                                                                      \
+            DIX_LAUNCH((score_groups<Alone<false>, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);   \
         } else {                                                                                                \
-            DIX_LAUNCH((score_groups<false, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);          \
+            DIX_LAUNCH((score_groups<Tiles, under_way, fitting>), grid, kScoreThreads, kBytes, s, *p);          \
         }                                                                                                       \
         return cudaGetLastError();                                                                              \
     }

@@ -109,21 +109,21 @@ __global__ void __launch_bounds__(128 * kGroups, kResidents) score_joint(const I
         for (rows.end = first_row; rows.end < there && p.seq[rows.first + rows.end] == seq; ++rows.end) {
             most = counts[rows.end] > most ? counts[rows.end] : most;
         }
-        const auto places = [&](int entry) { return find<false>(p, 0, table, most, most, entry / kTileEntries); };
+        const auto place = [&](int entry) { return find_tile(p, table, most, entry / kTileEntries); };
 #pragma unroll
         for (int i = 0; i < kStages; ++i) {
-            start<kJointWords>(p, ring, i, places(begin + i * step));
+            start_tile(p, ring, i, place(begin + i * step));
             commit_copies();
         }
-        Places next = places(begin + kStages * step);
+        TilePlace next = place(begin + kStages * step);
         int stage = 0;
         for (int entry = begin; entry - warp % 4 * kTileEntries < most; entry += step) {
             wait_copies<kStages - 1>();
             uint32_t words[2][kJointWords], factors[2], a[8][4];
             read_keys<kJointWords>(ring, stage, words, factors);
-            start<kJointWords>(p, ring, stage, next);
+            start_tile(p, ring, stage, next);
             commit_copies();
-            next = places(entry + (kStages + 1) * step);
+            next = place(entry + (kStages + 1) * step);
             stage = stage + 1 < kStages ? stage + 1 : 0;
             decode_tile(words, factors, a);
             int row = first_row;
@@ -152,11 +152,11 @@ int launch_joint(const IndexScores& p, cudaStream_t stream) {
 
 }  // namespace dix
 
-// 32 heads of width 128, all entries of every row. programs: thread blocks that share 8 or 16 rows. form: 0 to 3, see below.
+// 32 heads of width 128, all entries of every row, whose blocks hold 16 or a multiple. programs: thread blocks that share 8 or 16 rows. form: 0 to 3, see below.
 extern "C" int dix_index_scores_joint(const dix::IndexScores* p, int form, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
-    if (p->num_heads != kJointHeads || p->width != 32 * kJointWords || p->allowed != nullptr) return cudaErrorInvalidValue;
+    if (p->num_heads != kJointHeads || p->width != 32 * kJointWords || p->allowed != nullptr || p->log_per_block < 4) return cudaErrorInvalidValue;
     if (p->num_rows == 0) return cudaSuccess;
     if (form == 0) return launch_joint<8, 4, 2, 2, 1>(*p, s);
     if (form == 1) return launch_joint<8, 2, 2, 2, 2>(*p, s);

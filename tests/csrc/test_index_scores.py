@@ -18,10 +18,10 @@ def run():
     return emulated_kernels()
 
 
-def score(run, problem, allowed=None, size=4, rows=slice(None), tuning=DEFAULT):
+def score(run, problem, allowed=None, size=4, rows=slice(None), tuning=DEFAULT, joint=JOINT_FORMS[0]):
     assert fits(problem.query, problem.paged, size)
     columns = problem.num_entries if allowed is None else allowed.shape[1] * size
-    return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, tuning)
+    return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, tuning, joint)
 
 
 @pytest.mark.parametrize(("heads", "width"), [(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)])
@@ -62,12 +62,14 @@ def test_a_score_does_not_depend_on_where_it_is_computed(run):
 @pytest.mark.parametrize(("lens", "rows_per_seq"), [([70, 9], 5), ([300], 19), ([3, 0, 40], 3), ([130, 129, 65, 2], 4)])
 def test_rows_that_share_keys_get_the_bits_of_rows_alone(run, form, lens, rows_per_seq):
     """Sequences that end inside a block of rows, one without entries, rows that see nothing yet."""
-    problem = Problem("cpu", lens, rows_per_seq, heads=32, width=128)
+    problem = Problem("cpu", lens, rows_per_seq, heads=32, width=128, per_block=16)
     alone, joint = (
         scores_of(run, 0, problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=one) for one in (None, form)
     )
     for row, count in enumerate(problem.query.count.tolist()):
         assert torch.equal(joint[row, :count], alone[row, :count]), row
+    by_entries = score(run, problem, tuning=ScoreTuning(groups=False), joint=None)
+    assert all(torch.equal(by_entries[row, :count], alone[row, :count]) for row, count in enumerate(problem.query.count.tolist()))
     part = scores_of(run, 0, problem.query, problem.paged, slice(2, 9), problem.num_entries, None, 4, joint=form)
     assert all(torch.equal(part[row, :count], alone[row + 2, :count]) for row, count in enumerate(problem.query.count[2:9].tolist()))
 

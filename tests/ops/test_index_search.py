@@ -105,7 +105,7 @@ def test_rows_that_share_keys_get_the_bits_of_rows_alone(lens, rows_per_seq):
     from engine.ops.cuda.index_search import JOINT_FORMS, scores_of
     from engine.ops.cuda.packed_gemm import machine
 
-    problem = Problem("cuda", lens, rows_per_seq, heads=32, width=128)
+    problem = Problem("cuda", lens, rows_per_seq, heads=32, width=128, per_block=16)
     forms = [None, *JOINT_FORMS]
     alone, *joint = (
         scores_of(*machine(torch.device("cuda")), problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=form)

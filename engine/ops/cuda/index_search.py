@@ -15,6 +15,7 @@ from engine.ops.cuda.packed_gemm import machine
 from engine.ops.cuda.select_topk import select_rows
 from engine.ops.index_search import IndexQuery, PagedIndexKeys, padded_heads
 
+_TILE = 16  # entries of a warp's product
 _ENTRIES = 64  # of one step of a thread block
 _WORTHWHILE = 24 * _ENTRIES  # entries of a thread block that outweigh its beginning
 _SHAPES = frozenset({(32, 128), (16, 128), (16, 64), (16, 32), (32, 32)})  # heads and width, as listed in csrc/kernels/index_scores.cu
@@ -113,7 +114,8 @@ def scores_of(
     chosen = None if allowed is None else allowed[rows]
     groups = tuning.groups if tuning.groups is not None else run.groups is not None and (heads, width) == (32, 128)
     # The rows of a launch and the sequences of the table are known to the host; which rows are whose is not.
-    sharing = joint if allowed is None and groups and len(query.q) >= _SHARING * len(keys.table) else None
+    shared = allowed is None and groups and keys.per_block >= _TILE and len(query.q) >= _SHARING * len(keys.table)
+    sharing = joint if shared else None
     divided = tuning if sharing is None else sharing
     arguments = ScoreArguments(
         q=q.data_ptr(),
