@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
+Made = TypeVar("Made")
 
 # Fine steps where a step's time grows with every row, coarse ones where it hardly does.
 _FINE, _FINE_UNTIL, _COARSE = 8, 64, 32
@@ -44,7 +45,10 @@ def bucket_sizes(limit: int, interval: int | None = None) -> list[int]:
 
 
 class Recorder(Protocol):
-    """Turns a function without arguments into one that does the same work again."""
+    """Turns a function without arguments into one that does the same work again. What recordings need beforehand is made by `prepare`:
+    ranks that record together have to hear of a failure there as well."""
+
+    def prepare(self, make: Callable[[], Made]) -> Made: ...
 
     def record(self, run: Callable[[], None]) -> Replay: ...
 
@@ -58,6 +62,9 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+
+    def prepare(self, make: Callable[[], Made]) -> Made:
+        return make()
 
     def record(self, run: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
@@ -81,6 +88,9 @@ class CudaRecorder:
 class NullRecorder:
     """Records nothing: a replay is the function itself. For tests of everything around a graph."""
 
+    def prepare(self, make: Callable[[], Made]) -> Made:
+        return make()
+
     def record(self, run: Callable[[], None]) -> Replay:
         run()
         return run
@@ -99,14 +109,21 @@ class GroupRecorder:
     def __init__(self, recorder: Recorder, group: TensorGroup) -> None:
         self._recorder, self._group = recorder, group
 
+    def prepare(self, make: Callable[[], Made]) -> Made:
+        """Raises: as `record`. Ranks that went on recording would wait for one that has given up before its first recording."""
+        return self._together(lambda: self._recorder.prepare(make), "prepare its recordings")
+
     def record(self, run: Callable[[], None]) -> Replay:
         """Raises: RuntimeError on every rank when it failed on one; GroupError when a peer is gone."""
+        return self._together(lambda: self._recorder.record(run), "record this step")
+
+    def _together(self, action: Callable[[], Made], what: str) -> Made:
         failure: RuntimeError | GroupError | None = None
         try:
-            replay = self._recorder.record(run)
+            made = action()
         except (RuntimeError, GroupError) as error:  # of a collective too: the communicator may lack memory, or refuse a recording
             failure = error
-            log.warning("this rank could not record a step: %s", error)
+            log.warning("this rank could not %s: %s", what, error)
         try:
             [somewhere] = self._group.max([int(failure is not None)])
         except GroupError as lost:
@@ -116,8 +133,8 @@ class GroupRecorder:
         if failure is not None:
             raise failure
         if somewhere:
-            raise RuntimeError("another rank could not record this step, see its log")
-        return replay
+            raise RuntimeError(f"another rank could not {what}, see its log")
+        return made
 
     @property
     def reserved_bytes(self) -> int:

@@ -16,7 +16,7 @@ from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, GroupRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, MachineError
 from engine.exact_sums import ExactSums
 from engine.kv_cache import KVCache
 from engine.limits import check_settings, resolve_cache_shape, resolve_device, resolve_limits, resolve_precision
@@ -146,7 +146,7 @@ class ModelRunner:
         verified = 1 + (min(self.config.num_draft_tokens, limits.draft_block_size) if self._drafting else 0)
         sizes = bucket_sizes(limits.max_num_seqs * verified, interval)
         longest = limits.max_model_len + self.config.backtracking_tokens
-        inputs = StaticInputs(text, self.kv, self.token_map, self.frequencies, sizes[-1], longest)
+        inputs = recorder.prepare(lambda: StaticInputs(text, self.kv, self.token_map, self.frequencies, sizes[-1], longest))
         draft = self._draft if self._drafting else None
         self._decode = RecordedDecode(self.backbone, draft, self.kv, inputs, sizes, recorder, self._exchange)
         if draft is not None:
@@ -333,7 +333,8 @@ class ModelRunner:
 
 
 class _PathAgreement:
-    """Ranks that share experts or prompts run compiled steps together or not at all. Each casts one vote while the runners are made."""
+    """Ranks that share experts or prompts run compiled steps together or not at all. Each casts two votes while the runners are made:
+    whether it could, and whether it does."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
@@ -349,9 +350,21 @@ class _PathAgreement:
             raise BuildError("another rank cannot run compiled steps", hint="see its log")
 
     def conclude(self, native: NativeStart) -> None:
-        """Tell the others about a failure before the vote."""
+        """Tell the others about a failure before the first vote, or learn of one behind it.
+
+        Raises:
+            MachineError: the ranks' paths differ.
+        """
+        if self._group is None:
+            return
         if native.model is None and not self._reached:
             self.reach(False)
+        compiled = native.model is not None
+        if self._group.max([int(compiled), int(not compiled)]) == [1, 1]:
+            raise MachineError(
+                f"some ranks run compiled steps and some do not (here: {native.status})",
+                hint="see the ranks' logs, or start with --set engine.enforce_eager=true",
+            )
 
 
 def _load(

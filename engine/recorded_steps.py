@@ -43,7 +43,7 @@ class RecordedDecode:
     ) -> None:
         """draft: None when its windows need not be kept. exchange: the layers' own, when ranks share experts. Raises: NotEnoughMemory."""
         self._inputs, self._exchange = inputs, exchange
-        self._logits = torch.empty(sizes[-1], backbone.text.vocab_size, device=backbone.embed.device)
+        self._logits = recorder.prepare(lambda: torch.empty(sizes[-1], backbone.text.vocab_size, device=backbone.embed.device))
 
         def step(size: int) -> None:
             if exchange is not None:
@@ -80,27 +80,30 @@ class RecordedDraft:
         self, draft: DraftModel, backbone: DeepseekV41, cache: KVCache, frequencies: Tensor, sizes: list[int], recorder: Recorder
     ) -> None:
         """frequencies: [R/2] of the plain rotary table. Raises: NotEnoughMemory."""
-        text, device = draft.text, frequencies.device
-        seqs, block = sizes[-1], text.dspark_block_size
-        self._draft, self._block = draft, block
-        self._columns = StagedRows(seqs, 4, device)
-        self._states = torch.empty(seqs * block, text.hidden_size, dtype=draft.numerics.dtype, device=device)
-        self._base = torch.empty(seqs * block, text.vocab_size, device=device)
-        self._greedy = DraftOutput(
-            torch.zeros(seqs, block, dtype=torch.int64, device=device),
-            torch.zeros(seqs, block, device=device),
-            torch.empty(seqs, block, text.vocab_size, device=device),
-        )
+        self._draft, self._block = draft, draft.text.dspark_block_size
+        recorder.prepare(lambda: self._make_buffers(sizes[-1], frequencies.device))
 
         def step(size: int) -> None:
             columns = self._columns.values[:size].t().long()
-            rows = size * block
+            rows = size * self._block
             self._states[:rows], self._base[:rows] = draft.stages_output(columns, backbone, cache, frequencies)
             proposed = draft.propose(self._states[:rows], columns[0], self._base[:rows], most_likely)
             self._greedy.token_ids[:size], self._greedy.confidence[:size] = proposed.token_ids, proposed.confidence
             self._greedy.logits[:size] = proposed.logits
 
         self._graphs = StepGraphs("draft", step, sizes, recorder)
+
+    def _make_buffers(self, seqs: int, device: torch.device) -> None:
+        """Fixed memory for the inputs and outputs of `seqs` sequences."""
+        text, block = self._draft.text, self._block
+        self._columns = StagedRows(seqs, 4, device)
+        self._states = torch.empty(seqs * block, text.hidden_size, dtype=self._draft.numerics.dtype, device=device)
+        self._base = torch.empty(seqs * block, text.vocab_size, device=device)
+        self._greedy = DraftOutput(
+            torch.zeros(seqs, block, dtype=torch.int64, device=device),
+            torch.zeros(seqs, block, device=device),
+            torch.empty(seqs, block, text.vocab_size, device=device),
+        )
 
     @property
     def report(self) -> RecordingReport:

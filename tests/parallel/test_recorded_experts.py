@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Batch, StepKind
-from engine.cuda_graph import NullRecorder, Replay
+from engine.cuda_graph import Made, NullRecorder, Replay
 from engine.distributed import GroupError
 from engine.engine import Engine
 from engine.model_runner import ModelRunner
@@ -31,11 +31,19 @@ EAGER = {"enforce_eager": True}
 
 
 class Listening(NullRecorder):
-    """Notes which recording was replayed, in order of recording. refuses: the recording that fails here, with `failure`."""
+    """Notes which recording was replayed, in order of recording. refuses: the recording that fails here, with `failure`; unprepared: the
+    buffers that cannot be made, in order of making."""
 
-    def __init__(self, refuses: int = -1, failure: type[Exception] = RuntimeError) -> None:
+    def __init__(self, refuses: int = -1, failure: type[Exception] = RuntimeError, unprepared: int = -1) -> None:
         self.replayed: list[int] = []
         self._count, self._refuses, self._failure = 0, refuses, failure
+        self._prepared, self._unprepared = 0, unprepared
+
+    def prepare(self, make: Callable[[], Made]) -> Made:
+        number, self._prepared = self._prepared, self._prepared + 1
+        if number == self._unprepared:
+            raise self._failure("no memory for buffers")
+        return super().prepare(make)
 
     def record(self, run: Callable[[], None]) -> Replay:
         number, self._count = self._count, self._count + 1
@@ -152,6 +160,26 @@ def test_all_ranks_stay_eager_when_one_cannot_record(failing, failure, alone, ca
     assert run_ranks(2, rank_main) == ["eager"] * 2
     assert "not permitted when stream is capturing" in caplog.text
     assert "another rank could not record this step" in caplog.text
+
+
+@pytest.mark.parametrize("unprepared", [0, 1, 2])  # inputs, logits, buffers of drafts
+def test_all_ranks_stay_eager_when_one_cannot_make_the_buffers_of_its_recordings(unprepared, caplog):
+    requests = mixed_requests(4, 500, 40)
+    changes = {"num_draft_tokens": 4, "enable_mtp_varlen": False, **EAGER}
+    expected = run_group(1, requests, golden_config(**changes))
+
+    def rank_main(group):
+        torch.set_num_threads(1)
+        config = golden_config(dp=2, ep=2, **changes)
+        recorder = Listening(unprepared=unprepared if group.rank == 1 else -1)
+        runner = ModelRunner(config, draft=True, group=group, recorder=recorder)
+        tokens = serve(Engine(config, HiCacheConfig(size_gb=0), group, runner=runner), requests[group.rank :: 2])
+        return tokens, runner.path, len(recorder.replayed)
+
+    (first, *mine), (second, *theirs) = run_ranks(2, rank_main)
+    assert first | second == expected
+    assert mine == theirs == ["eager", 0]
+    assert "another rank could not prepare its recordings" in caplog.text
 
 
 def test_a_rank_without_a_recorder_keeps_the_others_from_recording(alone):
