@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 GAP = 2
@@ -25,12 +25,12 @@ class Placed:
     width: int
 
 
-def extent(cells: Sequence[str], *, words: bool) -> Extent:
-    """cells: head and values of one column. words: it may wrap at blanks; numbers never do."""
-    full = max(map(len, cells), default=0)
+def extent(cells: Sequence[str], *, words: bool, wide: Callable[[str], int] = len) -> Extent:
+    """cells: head and values of one column. words: it may wrap at blanks; numbers never do. wide: a text's width in a terminal."""
+    full = max(map(wide, cells), default=0)
     if not words:
         return Extent(full, full)
-    longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+    longest = max((wide(word) for cell in cells for word in cell.split()), default=0)
     return Extent(full, min(full, max(longest, LEAST_WORDS)))
 
 

@@ -10,12 +10,14 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -80,8 +82,10 @@ class Ui:
         return text.encode("ascii", "replace").decode()
 
     # -- the answer ---------------------------------------------------------------------------------------------------------------
-    def print(self, text: str = "", role: str = "") -> None:
-        self.out.print(Text(self.glyphs(text), style=role), soft_wrap=True)
+    def print(self, text: str = "", role: str = "", *, prose: bool = False) -> None:
+        """One line or several as they are. prose: a terminal may break it between words."""
+        shown = self.glyphs(text)
+        self.out.print(Text(_folded(shown, self.stdout, self.out.width) if prose else shown, style=role), soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Text of a model, as it comes, without a line end."""
@@ -90,12 +94,18 @@ class Ui:
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> None:
         """Boxless table on stdout. What does not fit goes on below (`layout.py`)."""
-        self.out.print(self.build_table(columns, rows, self.out.width), soft_wrap=False, crop=False)
+        built = self.build_table(columns, rows, self.out.width)
+        if self.stdout.isatty():
+            self.out.print(built, soft_wrap=False, crop=False)
+            return
+        with self.out.capture() as text:
+            self.out.print(built, soft_wrap=False, crop=False)
+        self.stdout.writelines(f"{line.rstrip()}\n" for line in text.get().splitlines())
 
     def build_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int) -> Group:
         heads = [self.glyphs(column.head) for column in columns]
         cells = [[self.glyphs(_cell(value)) for value in row] for row in rows]
-        extents = [extent([head, *(row[i] for row in cells)], words=not columns[i].right) for i, head in enumerate(heads)]
+        extents = [extent([head, *(row[i] for row in cells)], words=not columns[i].right, wide=cell_len) for i, head in enumerate(heads)]
         made: list[Table | str] = []
         for block in blocks(extents, width - GAP):  # the last column has its gap too
             table = Table(
@@ -124,9 +134,16 @@ class Ui:
         self.stdout.flush()
 
     # -- the conversation ---------------------------------------------------------------------------------------------------------
+    def _say(self, text: str, role: str, lead: str = "", lead_role: str = "") -> None:
+        folded = _folded(self.glyphs(lead + text), self.stderr, self.err.width)
+        shown = Text(folded, style=role)
+        if lead_role:
+            shown.stylize(lead_role, 0, len(lead))
+        self.err.print(shown, soft_wrap=True)
+
     def note(self, text: str, role: str = "") -> None:
         if not self.options.quiet:
-            self.err.print(Text(self.glyphs(text), style=role), soft_wrap=True)
+            self._say(text, role)
 
     def step(self, name: str, text: str, *, done: bool = True, took_s: float | None = None) -> None:
         """One stage of a longer job: `✓ weights  1.2 GiB   3.1 s`."""
@@ -138,18 +155,18 @@ class Ui:
     def warn(self, text: str) -> None:
         self.warnings.append(text)
         if not self.options.quiet:
-            self.err.print(Text(self.glyphs(f"warning: {text}"), style="warning"), soft_wrap=True)
+            self._say(f"warning: {text}", "warning")
 
     def error(self, message: str, hint: str = "") -> None:
-        self.err.print(Text("error: ", style="bad") + Text(self.glyphs(message)), soft_wrap=True)
+        self._say(message, "", "error: ", "bad")
         if hint:
-            self.err.print(Text(" hint: ", style="accent") + Text(self.glyphs(hint)), soft_wrap=True)
+            self._say(hint, "", " hint: ", "accent")
 
     def finish(self) -> None:
         """Repeat warnings that a live view may have scrolled away."""
         if self._scrolled and not self.options.quiet:
             for text in dict.fromkeys(self.warnings):
-                self.err.print(Text(self.glyphs(f"warning: {text}"), style="warning"), soft_wrap=True)
+                self._say(f"warning: {text}", "warning")
 
     @contextmanager
     def progress(self, name: str, total: float | None = None) -> Iterator[Bar]:
@@ -229,6 +246,18 @@ def _cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     return str(value)
+
+
+def _folded(text: str, stream: TextIO, width: int) -> str:
+    """Sentences broken between words where a terminal would break within them. Paths and URLs stay whole, and a pipe gets whole lines."""
+    if not stream.isatty():
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + GAP)
+        wrapped = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += wrapped if cell_len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def _verdict_role(cell: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepinfer_cli.ui import Column
 from engine.verify import PromptResult, RunResult, VerifyMode, VerifyReport, verify_dir
 
 CHUNKS = (16, 64, 0)
+MEASURES = ("LARGEST ERROR", "WITHIN 1e-3", "MEAN KL", "TOP-1", "GREEDY")
 
 
 def verify(call: Invocation, directory: Path, mode: str | None, chunks: list[int], block_size: int) -> VerifyReport:
@@ -39,11 +41,7 @@ def show(call: Invocation, report: VerifyReport) -> None:
     if call.json:
         call.ui.document("dix.verify/1", document(report))
         return
-    columns = [Column("MODE", right=False), Column("STEPS", right=False), Column("PROMPT", right=False, role="accent")]
-    columns += [Column(head) for head in ("POSITIONS", "LARGEST ERROR", "WITHIN 1e-3", "MEAN KL", "TOP-1", "GREEDY")] + [
-        Column("", right=False)
-    ]
-    call.ui.table(columns, [_cells(run, prompt) for run in report.runs for prompt in run.prompts])
+    call.ui.table(*(every_prompt(report) if call.ui.options.verbose else every_pass(report)))
     for run in report.runs:
         for problem in [*run.problems, *(f"{p.prompt_id}: {text}" for p in run.prompts for text in p.problems)]:
             call.ui.print(f"{run.mode}, {describe(run)}: {problem}", "bad")
@@ -52,7 +50,35 @@ def show(call: Invocation, report: VerifyReport) -> None:
     call.ui.print(f"{verdict}: {passed} of {len(report.runs)} passes · blocks of {report.block_size}", "good" if report.passed else "bad")
 
 
-def _cells(run: RunResult, prompt: PromptResult) -> tuple[Any, ...]:
+def every_pass(report: VerifyReport) -> tuple[list[Column], list[tuple[Any, ...]]]:
+    """One row a pass: the worst of its prompts, and sums where prompts add up."""
+    columns = [Column("MODE", right=False, role="accent"), Column("STEPS", right=False)]
+    columns += [Column(head) for head in ("PROMPTS", "POSITIONS", *MEASURES)] + [Column("", right=False)]
+    return columns, [_pass_cells(run) for run in report.runs]
+
+
+def _pass_cells(run: RunResult) -> tuple[Any, ...]:
+    prompts = run.prompts
+    agree, steps = (sum(getattr(p, name) for p in prompts) for name in ("greedy_agree", "greedy_steps"))
+    return (
+        run.mode, describe(run), len(prompts), sum(p.num_positions for p in prompts), f"{worst(p.max_error for p in prompts):.1e}",
+        f"{-worst(-p.share_close for p in prompts):.1%}", f"{worst(p.mean_kl for p in prompts):.1e}", f"{run.top1:.1%}", f"{agree}/{steps}",
+        "ok" if run.passed else "fail",
+    )  # fmt: skip
+
+
+def worst(values: Iterable[float]) -> float:
+    """The largest value; one that is no number is worse than any."""
+    return max(values, key=lambda value: (math.isnan(value), value))
+
+
+def every_prompt(report: VerifyReport) -> tuple[list[Column], list[tuple[Any, ...]]]:
+    columns = [Column("MODE", right=False), Column("STEPS", right=False), Column("PROMPT", right=False, role="accent")]
+    columns += [Column(head) for head in ("POSITIONS", *MEASURES)] + [Column("", right=False)]
+    return columns, [_prompt_cells(run, prompt) for run in report.runs for prompt in run.prompts]
+
+
+def _prompt_cells(run: RunResult, prompt: PromptResult) -> tuple[Any, ...]:
     return (
         run.mode, describe(run), prompt.prompt_id, prompt.num_positions, f"{prompt.max_error:.1e}", f"{prompt.share_close:.1%}",
         f"{prompt.mean_kl:.1e}", f"{prompt.top1:.1%}", f"{prompt.greedy_agree}/{prompt.greedy_steps}", "ok" if prompt.passed else "fail",

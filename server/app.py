@@ -19,6 +19,8 @@ from server.openapi import document
 from server.streaming import ClientGone
 from server.thinking import ALIASES
 
+NO_SUCH_PATH = "no such path: there are POST /v1/chat/completions, POST /v1/completions and GET /v1/models, among others"
+
 
 def create_app(front: Front) -> ASGIApp:
     """The complete ASGI application of one front."""
@@ -62,7 +64,7 @@ def _add_failures(app: FastAPI, front: Front) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code, message = ("not_found", "no such path") if error.status_code == 404 else (None, str(error.detail))
+        code, message = ("not_found", NO_SUCH_PATH) if error.status_code == 404 else (None, str(error.detail))
         answer = await on_api_error(request, ApiError(error.status_code, code, message))
         answer.headers.update(error.headers or {})
         return answer

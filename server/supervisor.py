@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -295,9 +295,16 @@ class Supervisor:
             self._record_again_s = time.monotonic() + RECORD_AGAIN_S
 
     def _emit(self, event: str, **values: Any) -> None:
-        log.log(logging.DEBUG if event == "progress" else logging.INFO, "%s %s", event, values, extra={"event": event})
+        said = " ".join([event, *told(values)])
+        log.log(logging.DEBUG if event == "progress" else logging.INFO, "%s", said, extra={"event": event})
         elapsed_s = time.monotonic() - self.started_s
         try:
             self.on_event({"event": event, "time": time.time(), "elapsed_s": elapsed_s, "pid": os.getpid(), **values})
         except OSError as error:  # the terminal was closed, the reader of a pipe left, the disk is full: no reason to stop serving
             log.warning("nobody was told of %s: %s", event, error)
+
+
+def told(values: Mapping[str, Any]) -> list[str]:
+    """`name=value` of everything, what lies inside values included: a line of a log for people."""
+    inner = [(told(value) if isinstance(value, Mapping) else [f"{name}={value}"]) for name, value in values.items()]
+    return [word for words in inner for word in words]

@@ -278,7 +278,8 @@ def _not_comparable(evidence: Evidence) -> list[Reason]:
     found = []
     if plan.duration_s < LEAST_S:
         found.append(Reason("short_window", f"window {plan.duration_s:g} s, {LEAST_S:g} s is the least"))
-    if not any(r.rank is not None or r.cached_tokens is not None for r in evidence.rows):
+    answered = [r for r in evidence.rows if r.ok]
+    if answered and not any(r.rank is not None or r.cached_tokens is not None for r in answered):
         found.append(Reason("no_cached_tokens", "the server reports no cached tokens"))
     return found
 

@@ -139,7 +139,8 @@ def show_run(call: Invocation, folder: Path) -> None:
         call.ui.event("run", **summary_document(summary))
     else:
         print_summary(call.ui, summary, short=True)
-        call.ui.note(f"kept in {folder} · next: dix report", "quiet")
+        call.ui.note(f"kept in {folder}", "quiet")
+        call.ui.note("next: dix report", "quiet")
 
 
 def parse_labels(pairs: list[str]) -> dict[str, str]:

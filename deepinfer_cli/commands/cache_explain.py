@@ -57,22 +57,28 @@ def show(call: Invocation, record: Mapping[str, Any], with_rank: bool) -> None:
     restored, prompt = record.get("restore_tokens", 0), record["prompt_tokens"]
     call.ui.print(f"{head}{restored:,} of {prompt:,} tokens would be restored", "good" if restored else "")
     if miss := record.get("miss", ""):
-        call.ui.print(f"  why not more: {MISSES.get(miss, miss)}")
+        call.ui.print(f"  why not more: {MISSES.get(miss, miss)}", prose=True)
     if replay := record.get("replay"):
         how = (
             "rebuild the window approximately; what follows is not stored" if replay["mode"] == "bounded" else "rebuild the window exactly"
         )
-        call.ui.print(f"  no state at {replay['end']:,}: {replay['tokens']:,} tokens before it are computed again and {how}")
+        call.ui.print(f"  no state at {replay['end']:,}: {replay['tokens']:,} tokens before it are computed again and {how}", prose=True)
     call.ui.print(f"  stored pages match up to token {record.get('matched_tokens', 0):,}")
     if states := record.get("states"):
-        call.ui.print("  states at " + ", ".join(f"{s['position']:,} ({s['reason']})" for s in states))
+        call.ui.print("  states at " + ", ".join(f"{s['position']:,} ({s['reason']})" for s in states), prose=True)
     if difference := record.get("first_difference"):
-        place = difference["place"]
-        where = f"tool {place['tool']!r}" if "tool" in place else f"turn {place['turn']} ({place['opened_by']})"
+        where = place_of(difference["place"])
         how = " (same text, other tokens)" if difference.get("kind") == "split" else ""
-        call.ui.print(f"  parts from a stored prompt at token {difference['index']:,}, in {where}{how}")
+        call.ui.print(f"  parts from a stored prompt at token {difference['index']:,}, {where}{how}", prose=True)
         call.ui.print(f"    stored {difference['stored_text']!r}")
         call.ui.print(f"    asked  {difference['asked_text']!r}")
+
+
+def place_of(place: Mapping[str, Any]) -> str:
+    """Where in a conversation two prompts part. A plain prompt has no turns, and what stands before the first one belongs to none."""
+    if "tool" in place:
+        return f"in tool {place['tool']!r}"
+    return f"in turn {place['turn']} ({place['opened_by']})" if place["opened_by"] else "before the first turn"
 
 
 explain = command(_explain)

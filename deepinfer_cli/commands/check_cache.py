@@ -134,7 +134,9 @@ def run_programme(call: Invocation, trial: Trial, model: str) -> int:
     call.ui.table(columns, [_part_cells(part) for part in parts])
     accepted = sum(part.accepted_tokens for part in parts)
     verdict = "the cache changed no token, and every injected fault was noticed" if not wrong else f"{len(wrong)} findings"
-    call.ui.print(verdict if hits or wrong else "nothing proved: nothing came from the cache", "good" if code is ExitCode.OK else "bad")
+    call.ui.print(
+        verdict if hits or wrong else "nothing proved: nothing came from the cache", "good" if code is ExitCode.OK else "bad", prose=True
+    )
     call.ui.note(f"{accepted:,} tokens of these answers were drafts", "quiet")
     return code
 
@@ -258,7 +260,7 @@ def show(call: Invocation, model: str, url: str, results: list[Turn], damaged: i
     heads = ("TURN", "PROMPT", "CACHED", "PREDICTED", "TTFT WITHOUT ms", "TTFT WITH ms", "FASTER")
     columns = [*(Column(head) for head in heads), Column("TOKENS", right=False)]
     call.ui.table(columns, [_cells(turn) for turn in results])
-    call.ui.print(f"{verdict} · {model} at {url}" + (f" · {stamp}" if stamp else ""), "good" if code is ExitCode.OK else "bad")
+    call.ui.print(f"{verdict} · {model} at {url}" + (f" · {stamp}" if stamp else ""), "good" if code is ExitCode.OK else "bad", prose=True)
     for turn in results:
         if turn.cached_tokens != turn.predicted_tokens:
             call.ui.warn(f"turn {turn.turn}: {turn.cached_tokens} cached tokens, {turn.predicted_tokens} predicted: {turn.reason}")

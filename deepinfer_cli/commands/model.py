@@ -143,8 +143,9 @@ def _verify(
 ) -> int:
     """Check the serving engine against reference logits: chunked prefill and decode from the paged cache.
 
-      dix model verify tests/golden/model
+      dix model verify tests/golden/model                                  a minute or two
       dix model verify tests/golden/model --mode fp32-qdq --chunk 64
+      dix model verify tests/golden/model -v                               every prompt in a row of its own
 
     Exit code 1 when a prompt is outside the stated tolerances.
     Next: dix serve

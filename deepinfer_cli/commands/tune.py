@@ -110,13 +110,15 @@ def measure_all(bench: Bench, plan: Plan, costs: StepCosts) -> tuple[list[Measur
 
     out = [Measurement(value) for value in plan.values]
     alone, loads, gaps = [], [], []
-    for index in in_order(len(plan.values), plan.repeats, "abba"):
-        summary = bench.run(plan.lone, plan.values[index], "lone")
+    order = in_order(len(plan.values), plan.repeats, "abba")
+    for done, index in enumerate(order):
+        place = f" · {done + 1} of {len(order)}"
+        summary = bench.run(plan.lone, plan.values[index], "lone", place)
         alone.append(columns(summary))
         sample = lone_sample(summary)
         out[index].run_ids.append(summary.name)
         if plan.loaded:
-            summary = bench.run(plan.load, plan.values[index], "load")
+            summary = bench.run(plan.load, plan.values[index], "load", place)
             loads.append(columns(summary))
             gaps.append(summary.gaps["gap_ms"])
             sample = load_sample(summary, sample)
@@ -187,7 +189,7 @@ def show(
     if stamp:
         call.ui.print(stamp, "warning")
     chosen = "no interval" if choice.value is None else f"prefill_any_interval = {choice.value}"
-    call.ui.print(f"{chosen}: {choice.reason}", "good" if choice.value is not None else "bad")
+    call.ui.print(f"{chosen}: {choice.reason}", "good" if choice.value is not None else "bad", prose=True)
     for path in (html, written):
         if path is not None:
             call.ui.note(f"wrote {path}", "quiet")

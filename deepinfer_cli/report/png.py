@@ -9,6 +9,7 @@ import numpy as np
 
 from deepinfer_cli.report.plots import in_flight, thinned
 from deepinfer_cli.report.stats import Summary
+from deepinfer_cli.report.svg import label, log_ticks
 
 DISTRIBUTIONS = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("End to end", "e2e_ms"))
 
@@ -30,6 +31,9 @@ def _distribution(summaries: list[Summary], name: str, column: str, folder: Path
         if len(values):
             axes.step(values, (np.arange(len(values)) + 1) / len(values), where="post", label=summary.title)
             axes.set_xscale("log")
+    if axes.get_xscale() == "log":
+        _plain_ticks(axes)
+    axes.yaxis.set_major_formatter(lambda share, _place: f"{share:.0%}")
     axes.set(xlabel=f"{name} (ms, logarithmic)", ylabel="share of requests", ylim=(0, 1.02))
     return _save(figure, axes, folder / f"{column.removesuffix('_ms')}.png")
 
@@ -41,6 +45,7 @@ def _hit_rate(summaries: list[Summary], folder: Path) -> Path:
         rates = [summary.value("hit_rate_client", group=g) for g in turns]
         shown = [float("nan") if rate is None else rate * 100 for rate in rates]
         axes.plot([int(g.split()[1]) + 1 for g in turns], shown, marker="o", label=summary.title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="turn", ylabel="hit rate (%)", ylim=(0, 100))
     return _save(figure, axes, folder / "hit_rate.png")
 
@@ -52,6 +57,7 @@ def _timeline(summary: Summary, folder: Path) -> Path:
         axes.step(line.x, line.y, where="post")
         axes.fill_between(line.x, line.y, step="post", alpha=0.15)
     axes.set(xlabel="seconds since the first request", ylabel="requests in flight")
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     return _save(figure, axes, folder / "timeline.png", legend=False)
 
@@ -66,6 +72,15 @@ def _frontier(summaries: list[Summary], folder: Path) -> Path:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     return _save(figure, axes, folder / "frontier.png")
+
+
+def _plain_ticks(axes: Any) -> None:
+    """The page's ticks: 200 and 0.5 in place of powers of ten."""
+    from matplotlib.ticker import NullFormatter
+
+    ticks = log_ticks(*axes.get_xlim())
+    axes.set_xticks(ticks, [label(tick) for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _new(summaries: list[Summary], title: str) -> tuple[Any, Any]:

@@ -204,7 +204,7 @@ def print_grid(ui: Ui, grid: Grid) -> None:
 def print_summary(ui: Ui, summary: Summary, *, short: bool = False) -> None:
     """The whole run on the terminal; `short` leaves out what only a reader of reports needs."""
     for line in head_lines(summary):
-        ui.print(line, _role(line, summary))
+        ui.print(line, _role(line, summary), prose=True)
     for grid in grids(summary):
         if not short or grid.title in ("Latency", "By turn"):
             print_grid(ui, grid)

@@ -106,14 +106,14 @@ class Bench:
     def restore(self) -> None:
         self.set(self.interval)
 
-    def run(self, recipe: Recipe, value: int, what: str) -> Summary:
-        """One run at an interval. Raises: NotMeasurable when it is not valid."""
+    def run(self, recipe: Recipe, value: int, what: str, place: str = "") -> Summary:
+        """One run at an interval. place: which of how many, for whoever waits. Raises: NotMeasurable when it is not valid."""
         self.set(value)
         server = preflight(self._api, recipe)
         # Intervals count the decode steps since the last prompt step: the preflight's answer leaves some, an answer of one token none.
         self._api.chat({"model": server.model, "messages": [{"role": "user", "content": "Go."}], "max_tokens": 1, "temperature": 0})
         run = Run(self._call, recipe, server, self._api, self._key, {"tune": what, KEY: str(value)})
-        self._say(f"{what} · interval {value} · {recipe.requests} requests")
+        self._say(f"{what} · interval {value} · {recipe.requests} requests{place}")
         verdict, code = run.execute()
         if code == 130:
             raise KeyboardInterrupt

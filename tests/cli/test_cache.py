@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer_cli.commands.cache import disk_line
+from deepinfer_cli.commands.cache_explain import place_of
 from deepinfer_cli.live import host_share
 from tests.cli.fake_server import serving
 
@@ -32,6 +33,12 @@ def test_explain_names_place_and_both_texts(dix: Callable[..., Any], tmp_path: P
     for words in ("256 of 5 tokens", "256 (anchor)", "no state at 384", "approximately", "token 300", "tool 'search'", *words_of_both):
         assert words in ran.out
     assert plain["prompt_tokens"] == 2
+
+
+def test_a_place_is_named_also_where_there_is_no_turn() -> None:
+    assert place_of({"turn": 2, "opened_by": "<user>"}) == "in turn 2 (<user>)"
+    assert place_of({"turn": 0, "opened_by": ""}) == "before the first turn"
+    assert place_of({"turn": 1, "opened_by": "<s>", "tool": "search"}) == "in tool 'search'"
 
 
 def test_explain_wants_exactly_one_prompt(dix: Callable[..., Any]) -> None:

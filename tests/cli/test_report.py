@@ -17,6 +17,7 @@ import pytest
 
 from deepinfer_cli.bench.runs import SCHEMA, write_json
 from deepinfer_cli.bench.tables import write_tables
+from deepinfer_cli.report import png
 from deepinfer_cli.report.stats import percentile, summarize
 
 Dix = Callable[..., Any]
@@ -221,6 +222,22 @@ def test_png_figures_are_written(dix: Dix, home: Path, tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "png").iterdir()}
     assert {"ttft.png", "tpot.png", "hit_rate.png", "timeline.png", "frontier.png"} <= names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "png").iterdir())
+
+
+def test_png_axes_are_read_without_powers_of_ten_or_half_requests(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, list[str]] = {}
+
+    def keep(figure: Any, axes: Any, path: Path, **_: Any) -> Path:
+        figure.canvas.draw()
+        kept[path.name] = [text.get_text() for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels(which="both")]
+        return path
+
+    make_run(home, "20260101-000000-smoke-aaaaaa", four_requests())
+    monkeypatch.setattr(png, "_save", keep)
+    png.write_png([summarize(home / "state" / "runs" / "20260101-000000-smoke-aaaaaa")], tmp_path)
+    assert not [text for texts in kept.values() for text in texts if "$" in text]
+    assert kept["ttft.png"][-1].endswith("%")
+    assert not [text for text in kept["timeline.png"][-3:] + kept["hit_rate.png"][:3] if "." in text]
 
 
 def test_runs_are_found_by_last_id_label_recipe_and_path(dix: Dix, home: Path) -> None:

@@ -120,6 +120,50 @@ def test_a_pipe_gets_no_colour_whatever_the_environment_says() -> None:
     assert out.getvalue() == "fine\n"
 
 
+def test_a_pipe_gets_no_blanks_behind_a_table() -> None:
+    ui, out, _ = make()
+    ui.table([Column("name", right=False), Column("what", right=False)], [("a", "one"), ("b", "a longer text")])
+    assert out.getvalue() == "name  what\na     one\nb     a longer text\n"
+
+
+def test_sentences_break_between_words_and_paths_stay_whole() -> None:
+    ui, out, err = make({"COLUMNS": "20"}, tty=True, color=False)
+    path = "/a/path/that-is/longer/than/the/line"
+    ui.note(f"kept in {path} for later")
+    ui.warn("a word or two that wrap")
+    ui.error("it broke in the middle", "do it again with care")
+    assert err.getvalue().splitlines() == [
+        "kept in",
+        f"  {path}",
+        "  for later",
+        "warning: a word or",
+        "  two that wrap",
+        "error: it broke in",
+        "  the middle",
+        " hint: do it again",
+        "   with care",
+    ]
+    ui.print("an answer is printed as it is, however long")
+    ui.print("a verdict may be broken", prose=True)
+    assert out.getvalue() == "an answer is printed as it is, however long\na verdict may be\n  broken\n"
+
+
+def test_a_pipe_gets_whole_lines() -> None:
+    ui, _, err = make({"COLUMNS": "20"})
+    ui.note("a line that is longer than twenty columns")
+    assert err.getvalue() == "a line that is longer than twenty columns\n"
+
+
+def test_wide_characters_keep_the_columns_in_line() -> None:
+    from rich.cells import cell_len
+
+    ui, out, _ = make()
+    ui.table([Column("name", right=False), Column("tok/s")], [("模型模型", "9"), ("tiny", "12"), ("e\u0301", "3")])
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4, "nothing wraps"
+    assert {cell_len(line) for line in lines} == {cell_len("模型模型") + 2 + len("tok/s")}
+
+
 def test_markup_in_names_is_text() -> None:
     ui, out, _ = make()
     ui.print("[red]x[/red] :smile:")

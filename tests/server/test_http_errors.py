@@ -145,6 +145,7 @@ def test_content_type_method_path_and_model(fake: FakeServer) -> None:
     check_error(httpx.get(f"{url}/v1/chat/completions"), 405)
     check_error(httpx.post(f"{url}/v1/models"), 405)
     check_error(httpx.get(f"{url}/nothing"), 404, "not_found")
+    assert "POST /v1/chat/completions" in httpx.post(f"{url}/v1/v1/chat/completions").text, "it says what there is"
     check_error(httpx.get(f"{url}/v1/models/"), 404)
     check_error(httpx.get(f"{url}/v1/models/../../etc/passwd"), 404)
     check_error(httpx.get(f"{url}/v1/models/other"), 404, "model_not_found")

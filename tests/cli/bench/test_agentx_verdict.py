@@ -47,6 +47,13 @@ def _golden_records() -> Any:
     return read_records(SAMPLE / RECORDS)
 
 
+def test_a_run_without_an_answer_says_nothing_of_the_cache() -> None:
+    """Nobody answered, so nobody kept quiet about cached tokens either."""
+    for records in ([], [failed(i) for i in range(3)]):
+        told = [reason.code for reason in judge(evidence(records)).not_comparable]
+        assert told == ["short_window"]
+
+
 def test_exit_code_0_proves_nothing_and_another_one_is_a_reason() -> None:
     assert codes(evidence(aggregate=None)) == {"no_result"}
     broken = evidence(exit_code=1, log=LogFacts(last_error="tokenizer not loadable"))
