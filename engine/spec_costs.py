@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ import torch
 from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
 from engine.models.draft import DraftSlice
 
-RESIDUALS = 5000  # steps that the context slope remembers
-SLOPE_INTERVAL = 100  # steps between two looks at them
-LEAST_RESIDUALS = 10  # of one bucket, before it has a say
+RECENT_STEPS = 15  # steps of a kind that say what it takes beyond the curve
+RECENT_DRAFTS = 9
+FORGET_PLAIN = 256  # verify steps in a row after which nobody knows what a plain one takes
 SAMPLER_TIMES = 9
 LEAST_SAMPLER_TIMES = 5
+LEAST_S = 1e-9  # no step takes less, whatever noise says
 REPEATS = 5  # timed runs of one point, of which the fastest and the slowest are dropped
 MEASURE_S = 0.5  # start-up time for a curve, which clients wait for; points that do not fit are extrapolated
 
@@ -48,29 +49,59 @@ class Curve:
         return Curve(tuple(size for size, _ in points), tuple(accumulate((second for _, second in points), max)))
 
 
+class RecentMedian:
+    """Median of the last few values; None when there are none."""
+
+    def __init__(self, keep: int) -> None:
+        self._values: deque[float] = deque(maxlen=keep)
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self.value = statistics.median(self._values)
+
+    def clear(self) -> None:
+        self._values.clear()
+        self.value = None
+
+
 class CostModel:
-    """time(rows) = curve + slope * rows + sampler. The slope stands for contexts longer than those of the measurement. A draft costs its
-    curve times what the last ones took over it: the curve is measured on empty windows and without the host's share.
+    """Seconds of the steps that a length policy chooses between, for n sequences with k drafts in all:
+
+        plain(n)     = curve(n)     + a * n         + sampler(n)
+        verify(n, k) = curve(n + k) + a * n + b * k + sampler(n)
+        draft(n)     = drafts(n) * c
+
+    The curves are measured at start-up, on empty contexts and with nothing in between; a, b and c are medians over the last steps of their
+    own kind. A sequence costs `a`, mostly for reading its context, which all its rows share, and a draft less. With one slope over all rows
+    plain steps look cheaper than they are and verify steps dearer, and since only steps that are taken correct it, it stays so. A kind that
+    has not been taken for long is believed to be cheap: it is tried again.
 
     It is asked and told about every step, so everything here is a few operations on Python's own numbers: on a small model a handful of
     calls of numpy takes as long as half a layer.
     """
 
     def __init__(self, steps: Curve, drafts: Curve) -> None:
-        """steps: by rows of a verify step. drafts: by sequences."""
+        """steps: by rows of a step. drafts: by sequences."""
         self._steps, self._drafts = steps, drafts
-        self._draft_ratios: deque[float] = deque(maxlen=SAMPLER_TIMES)
-        self._draft_factor = 1.0
-        self._residuals: deque[tuple[int, float]] = deque()
-        self._by_size: dict[int, list[float]] = defaultdict(list)  # rows -> the same residuals in ascending order
+        self._per_seq = RecentMedian(RECENT_STEPS)
+        self._verified: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)  # seconds beyond the curve, sequences, drafts
+        self._since_plain = 0  # verify steps
+        self._shares: tuple[float, float] | None = None  # None: to be found anew
+        self._draft_factor, self._draft_ratio = 1.0, RecentMedian(RECENT_DRAFTS)
         self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_TIMES))
-        self._slope, self._fresh = 0.0, 0
         self._curve: list[float] = []  # seconds by rows, as far as anybody has asked
 
-    def step_s(self, first: int, count: int, num_seqs: int) -> list[float]:
-        """Seconds of steps with `first`, `first` + 1, ... rows in all, `count` of them, for the same sequences."""
-        curve, slope, sampler_s = self._seconds(first + count - 1), self._slope, self.sampler_s(num_seqs)
-        return [max(curve[rows] + slope * rows + sampler_s, 1e-9) for rows in range(first, first + count)]
+    def plain_s(self, num_seqs: int) -> float:
+        """Seconds of a step that verifies nothing."""
+        per_seq_s, _ = self.shares
+        return max(self._seconds(num_seqs)[num_seqs] + per_seq_s * num_seqs + self.sampler_s(num_seqs), LEAST_S)
+
+    def verify_s(self, num_seqs: int, most: int) -> list[float]:
+        """Seconds of steps that verify 1, 2, ..., `most` drafts in all."""
+        curve, (per_seq_s, per_draft_s) = self._seconds(num_seqs + most), self.shares
+        fixed_s = per_seq_s * num_seqs + self.sampler_s(num_seqs)
+        return [max(curve[num_seqs + count] + fixed_s + per_draft_s * count, LEAST_S) for count in range(1, most + 1)]
 
     def draft_s(self, num_seqs: int) -> float:
         return self._drafts(num_seqs) * self._draft_factor
@@ -84,43 +115,53 @@ class CostModel:
         return statistics.median(times) if len(times) >= LEAST_SAMPLER_TIMES else 0.0
 
     @property
-    def slope(self) -> float:
-        """Seconds per row beyond the curve: the median over sizes of their median residuals per row, not below 0."""
-        return self._slope
+    def shares(self) -> tuple[float, float]:
+        """`a` and `b`: seconds per sequence and per draft beyond the curve. Without plain steps to tell, a row of a verify step says both;
+        without verify steps a draft is believed to add nothing."""
+        if self._shares is None:
+            per_seq_s = self._per_seq.value
+            if per_seq_s is None:
+                per_seq_s = _median([beyond_s / (seqs + drafts) for beyond_s, seqs, drafts in self._verified])
+            per_draft_s = _median([(beyond_s - per_seq_s * seqs) / drafts for beyond_s, seqs, drafts in self._verified])
+            self._shares = per_seq_s, per_draft_s
+        return self._shares
 
     def observe(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         """A step that was taken."""
         self._sampler[num_seqs].append(sampler_s)
-        residual = (forward_s - self._seconds(rows)[rows]) / rows
-        self._residuals.append((rows, residual))
-        insort(self._by_size[rows], residual)
-        if len(self._residuals) > RESIDUALS:
-            size, oldest = self._residuals.popleft()
-            own = self._by_size[size]
-            del own[bisect_left(own, oldest)]
-        self._fresh += 1
-        if self._fresh >= (SLOPE_INTERVAL if len(self._residuals) >= SLOPE_INTERVAL else LEAST_RESIDUALS):
-            self._fresh = 0
-            self._slope = self._median_slope()
+        self._shares = None
+        beyond_s = forward_s - self._seconds(rows)[rows]
+        if rows == num_seqs:
+            self._since_plain = 0
+            self._per_seq.add(beyond_s / num_seqs)
+            return
+        self._verified.append((beyond_s, num_seqs, rows - num_seqs))
+        self._since_plain += 1
+        if self._since_plain >= FORGET_PLAIN:
+            self._since_plain = 0
+            self._per_seq.clear()
 
     def observe_draft(self, num_seqs: int, seconds: float) -> None:
         """A draft that was made, of sequences that the step before had drafted for too."""
-        self._draft_ratios.append(seconds / max(self._drafts(num_seqs), 1e-9))
-        self._draft_factor = statistics.median(self._draft_ratios)
+        self._draft_ratio.add(seconds / max(self._drafts(num_seqs), LEAST_S))
+        assert self._draft_ratio.value is not None, "a median of at least one value"
+        self._draft_factor = self._draft_ratio.value
 
     def forget_drafts(self) -> None:
-        """What drafts took was long ago: the next one alone says what they cost now."""
-        self._draft_ratios.clear()
+        """What drafts and their verification took was long ago: the next ones alone say what they cost now."""
+        self._draft_ratio.clear()
+        self._verified.clear()
+        self._shares = None
 
     def _seconds(self, rows: int) -> list[float]:
         """The curve's seconds by rows, up to `rows` at least."""
         self._curve.extend(self._steps(size) for size in range(len(self._curve), rows + 1))
         return self._curve
 
-    def _median_slope(self) -> float:
-        # statistics.median would sort what is sorted already.
-        medians = [(own[(len(own) - 1) // 2] + own[len(own) // 2]) / 2 for own in self._by_size.values() if len(own) >= LEAST_RESIDUALS]
-        return max(0.0, statistics.median(medians)) if medians else 0.0
+
+def _median(values: list[float]) -> float:
+    """0 for none."""
+    return statistics.median(values) if values else 0.0
 
 
 class MeasuredRunner(Protocol):

@@ -18,9 +18,10 @@ from engine.spec_costs import CostModel
 MAX_CONFIDENCE = 60.0  # raw confidences are clamped to this size. Source: the release's draft head
 MIN_TEMPERATURE = 1e-5
 # With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes, and so does the one behind it: the
-# first one fills the windows of all sequences and costs three or four steps, the second one shows what drafts cost. A probe that changes
-# nothing doubles the wait for the next one. In between the question is asked again after 1, 2, 4 and then every HOLD steps: what is known
-# of a sequence fades, and typical rates take its place.
+# first one fills the windows of all sequences, the second one shows what drafts cost. Both verify what would be best if drafts paid: where
+# they nearly do, a probe costs next to nothing and tells about the very steps in question. A probe that changes nothing doubles the wait
+# for the next one. In between the question is asked again after 1, 2, 4 and then every HOLD steps: what is known of a sequence fades, and
+# typical rates take its place.
 PROBE_INTERVAL = 64
 MAX_PROBE_INTERVAL = 512
 HOLD = 8
@@ -113,29 +114,31 @@ class ThroughputLength:
         if self._skipped % HOLD and self._skipped & (self._skipped - 1):
             self._skipped += 1
             return 0
-        num_seqs = len(rates)
-        gains = self._gains(rates, rooms)
-        step_s, draft_s = self.cost.step_s(num_seqs, len(gains) + 1, num_seqs), self.cost.draft_s(num_seqs)
-        expected = float(num_seqs)
-        best, most = 0, expected / step_s[0]  # without drafts, what they cost is saved as well
-        for count, gain in enumerate(gains, 1):
-            expected += gain
-            speed = expected / (step_s[count] + draft_s)
-            if speed > most:
-                best, most = count, speed
+        best, pays = self._best(len(rates), self._gains(rates, rooms))
         probing, self._probing = self._probing, False
-        if best > 0:
+        if pays:
             self._skipped, self._patience = 0, PROBE_INTERVAL
             return best
         if probing:
-            return min(num_seqs, len(gains))
+            return best
         self._skipped += 1
         if self._skipped <= self._patience:
             return 0
         self._skipped, self._patience = 0, min(2 * self._patience, MAX_PROBE_INTERVAL)
         self._probing = True
         self.cost.forget_drafts()
-        return min(num_seqs, len(gains))
+        return best
+
+    def _best(self, num_seqs: int, gains: list[float]) -> tuple[int, bool]:
+        """The number of drafts that gives the most tokens per second, at least one, and whether that is more than without drafts."""
+        draft_s, expected = self.cost.draft_s(num_seqs), float(num_seqs)
+        best, most = 0, 0.0
+        for count, (gain, verify_s) in enumerate(zip(gains, self.cost.verify_s(num_seqs, len(gains)), strict=True), 1):
+            expected += gain
+            speed = expected / (verify_s + draft_s)
+            if speed > most:
+                best, most = count, speed
+        return best, most > num_seqs / self.cost.plain_s(num_seqs)  # without drafts, what they cost is saved as well
 
     def _gains(self, rates: list[list[float]], rooms: list[int]) -> list[float]:
         """Corrected rates of all drafts that have room, falling."""

@@ -1,7 +1,6 @@
 """Lengths of verifications: budgets from synthetic cost curves, their distribution, and that they do not bias the output."""
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -9,101 +8,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import StepKind
 from engine.config import EngineConfig
 from engine.drafter import Drafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.sampler import Sampler, probabilities
-from engine.spec_costs import CostModel, Curve, measure, step_timer
+from engine.spec_costs import CostModel, Curve
 from engine.spec_lengths import HOLD, MAX_PROBE_INTERVAL, PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
 from hicache.config import HiCacheConfig
 from tests.engine.fake_runner import FakeLimits, FakeRunner
+from tests.engine.test_spec_costs import FLAT, FREE, line
 from tests.engine.test_spec_decode import Table, chi_square_fits, sequence
-from tests.engine.test_speculation import LIMITS, assert_same, make_engine, random_requests, run
-
-FLAT = Curve((1, 1000), (0.010, 0.010))
-FREE = Curve((1, 1000), (1e-6, 1e-6))
+from tests.engine.test_speculation import assert_same, make_engine, random_requests, run
 
 
 def policy(steps: Curve = FLAT, drafts: Curve = FREE, max_drafts: int = 5) -> ThroughputLength:
     return ThroughputLength(CostModel(steps, drafts), max_drafts)
 
 
-def line(first_s: float, per_row_s: float) -> Curve:
-    return Curve((1, 1001), (first_s, first_s + 1000 * per_row_s))
-
-
-# ---- the curve
-
-
-def test_a_curve_is_a_line_between_points_and_goes_on_behind_the_last():
-    curve = Curve.of([(1, 1.0), (4, 4.0), (8, 6.0)])
-    assert [curve(size) for size in (0, 1, 2, 4, 6, 8, 12)] == [1.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
-    assert [Curve((4,), (2.0,))(size) for size in (1, 4, 9)] == [2.0] * 3
-
-
-def test_more_rows_are_never_modelled_as_faster():
-    assert Curve.of([(1, 3.0), (2, 2.0), (4, 5.0)]).seconds == (3.0, 3.0, 5.0)
-
-
-def test_the_slope_is_the_median_of_medians_and_ignores_sizes_seen_rarely():
-    cost = CostModel(FLAT, FREE)
-    for _ in range(20):
-        cost.observe(10, 2, 0.010 + 10 * 0.001, 0.0)
-        cost.observe(20, 4, 0.010 + 20 * 0.003, 0.0)
-    for _ in range(9):
-        cost.observe(40, 4, 99.0, 0.0)
-    cost.observe(10, 2, 0.020, 0.0)
-    assert cost.slope == pytest.approx(0.002)
-    assert cost.step_s(10, 1, 9)[0] == pytest.approx(0.010 + 0.020)
-
-
-def test_the_slope_forgets_the_oldest_steps(monkeypatch):
-    """The medians are kept up step by step; they are those of the last steps all the same."""
-    monkeypatch.setattr("engine.spec_costs.RESIDUALS", 60)
-    monkeypatch.setattr("engine.spec_costs.SLOPE_INTERVAL", 1)
-    cost, rng, steps = CostModel(line(0.01, 0.001), FREE), random.Random(5), []
-    for _ in range(300):
-        rows, extra = rng.choice([1, 2, 5]), rng.choice([0.0, 0.001, rng.random()])
-        cost.observe(rows, 1, cost.step_s(rows, 1, 1)[0] - cost.slope * rows - cost.sampler_s(1) + extra, 0.0)
-        steps = [*steps, (rows, extra / rows)][-60:]
-        own = [[residual for size, residual in steps if size == rows] for rows in (1, 2, 5)]
-        medians = [np.median(residuals) for residuals in own if len(residuals) >= 10]
-        if len(steps) >= 10:
-            assert cost.slope == pytest.approx(np.median(medians) if medians else 0.0)
-
-
-def test_the_slope_is_never_negative():
-    cost = CostModel(FLAT, FREE)
-    for _ in range(20):
-        cost.observe(10, 2, 0.001, 0.0)
-    assert cost.slope == 0.0
-
-
-def test_sampler_time_is_the_median_of_the_same_number_of_sequences_else_of_all():
-    cost = CostModel(FLAT, FREE)
-    assert cost.sampler_s(3) == 0.0
-    for second in (1.0, 2.0, 3.0, 4.0):
-        cost.observe(3, 3, 0.01, second)
-    assert cost.sampler_s(3) == 0.0
-    cost.observe(3, 3, 0.01, 100.0)
-    assert cost.sampler_s(3) == cost.sampler_s(7) == 3.0
-    for _ in range(9):
-        cost.observe(7, 7, 0.01, 8.0)
-    assert (cost.sampler_s(3), cost.sampler_s(7)) == (3.0, 8.0)
-
-
-def test_drafts_cost_what_the_last_ones_took_over_their_curve():
-    cost = CostModel(FLAT, line(0.001, 0.0))
-    for seconds in (0.003, 0.003, 9.0):
-        cost.observe_draft(4, seconds)
-    assert cost.draft_s(4) == pytest.approx(0.003)
-    cost.forget_drafts()
-    assert cost.draft_s(4) == pytest.approx(0.003)
-    cost.observe_draft(4, 0.0005)
-    assert cost.draft_s(4) == pytest.approx(0.0005)
+# ---- budgets
 
 
 def test_a_draft_after_a_pause_says_nothing_about_the_next_one():
@@ -129,42 +53,6 @@ def test_drafts_that_became_cheap_again_are_made_again():
         if one.budget(rates, rooms):
             one.observe_draft(3, 0.001)
     assert all(one.budget(rates, rooms) > 3 for _ in range(5))
-
-
-PLACES = [(slot, [2 * slot, 2 * slot + 1]) for slot in range(1, 5)]
-
-
-def test_measuring_covers_the_largest_step_and_leaves_the_runner_usable():
-    now = iter(np.arange(0, 1e4, 0.001))
-    runner = FakeRunner(LIMITS)
-    cost = measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=100.0)
-    assert cost.step_s(24, 1, 4)[0] == pytest.approx(0.001)
-    rows = {sum(len(piece.token_ids) for piece in batch.slices) for batch in runner.batches}
-    assert rows == {1, 2, 4, 8, 16, 24}
-    assert {batch.kind for batch in runner.batches} == {StepKind.VERIFY}
-
-
-def test_measuring_stops_when_its_time_is_over():
-    now = iter(np.arange(0, 1e4, 0.2))
-    runner = FakeRunner(LIMITS)
-    measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=1.0)
-    assert {batch.num_tokens for batch in runner.batches} == {1, 2}
-
-
-def test_a_curve_by_the_thread_s_own_time_does_not_see_neighbours():
-    """The wall clock jumps as on a busy machine; the timer counts what the runs themselves cost."""
-    runner, spent, rng = FakeRunner(LIMITS), [0.0], random.Random(1)
-    run, draft = runner.run, runner.draft
-    runner.run = lambda batch: (run(batch), spent.append(spent.pop() + 0.001 * batch.num_tokens))[0]
-    runner.draft = lambda slices: (draft(slices), spent.append(spent.pop() + 0.002 * len(slices)))[0]
-    cost = measure(runner, 5, PLACES, clock=lambda: rng.random(), timer=lambda: spent[0])
-    assert [cost.step_s(rows, 1, 4)[0] for rows in (1, 6, 24)] == pytest.approx([0.001, 0.006, 0.024])
-    assert cost.draft_s(3) == pytest.approx(0.006)
-    assert step_timer("compiled") is time.thread_time
-    assert step_timer("eager") is step_timer("graphs") is time.perf_counter
-
-
-# ---- budgets
 
 
 def test_everything_is_verified_when_rows_cost_nothing():
@@ -199,15 +87,10 @@ def test_the_budget_is_the_best_of_all(seed, num, cost):
     one = policy(line(0.01, cost), drafts=line(0.001, 0.0002), max_drafts=4)
     ranked = sorted((rate for row, room in zip(rates, rooms, strict=True) for rate in row[:room]), reverse=True)
     draft_s = one.cost.draft_s(num)
-    step_s = one.cost.step_s(num, len(ranked) + 1, num)
-    plain = num / step_s[0]
-    speeds = [(num + sum(ranked[:k])) / (step_s[k] + draft_s) for k in range(len(ranked) + 1)]
-    budget = one.budget(rates, rooms)
-    if max(speeds) <= plain:
-        assert budget == 0
-    else:
-        assert speeds[budget] == pytest.approx(max(speeds))
-        assert all(speed < max(speeds) - 1e-9 for speed in speeds[: max(0, budget - 1)])
+    plain = num / one.cost.plain_s(num)
+    times = enumerate(one.cost.verify_s(num, len(ranked)), 1)
+    speeds = [plain, *((num + sum(ranked[:count])) / (step_s + draft_s) for count, step_s in times)]
+    assert one.budget(rates, rooms) == speeds.index(max(speeds))
 
 
 def test_without_gain_a_step_drafts_now_and_then_to_see_whether_that_changed():
@@ -217,7 +100,7 @@ def test_without_gain_a_step_drafts_now_and_then_to_see_whether_that_changed():
     waits = [later - earlier - 1 for earlier, later in zip([-1, *probes], probes, strict=False)]
     assert waits[::2] == [64, 128, 256, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL]
     assert set(waits[1::2]) == {0}  # the second one shows what drafts cost
-    assert {budgets[i] for i in probes} == {3}
+    assert {budgets[i] for i in probes} == {1}  # with the length that would be the best
 
 
 def test_a_gain_brings_the_next_probe_near_again():

@@ -1,0 +1,161 @@
+"""What steps cost: the measured curve, and how the steps that are taken correct it."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from engine.batch import StepKind
+from engine.spec_costs import FORGET_PLAIN, RECENT_STEPS, CostModel, Curve, measure, step_timer
+from tests.engine.fake_runner import FakeRunner
+from tests.engine.test_speculation import LIMITS
+
+FLAT = Curve((1, 1000), (0.010, 0.010))
+FREE = Curve((1, 1000), (1e-6, 1e-6))
+
+
+def line(first_s: float, per_row_s: float) -> Curve:
+    return Curve((1, 1001), (first_s, first_s + 1000 * per_row_s))
+
+
+# ---- the curve
+
+
+def test_a_curve_is_a_line_between_points_and_goes_on_behind_the_last():
+    curve = Curve.of([(1, 1.0), (4, 4.0), (8, 6.0)])
+    assert [curve(size) for size in (0, 1, 2, 4, 6, 8, 12)] == [1.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+    assert [Curve((4,), (2.0,))(size) for size in (1, 4, 9)] == [2.0] * 3
+
+
+def test_more_rows_are_never_modelled_as_faster():
+    assert Curve.of([(1, 3.0), (2, 2.0), (4, 5.0)]).seconds == (3.0, 3.0, 5.0)
+
+
+# ---- what steps take beyond it
+
+
+def test_sequences_and_drafts_add_what_their_own_steps_have_shown():
+    """Contexts cost per sequence, mostly: one slope over all rows would make plain steps too cheap and verify steps too dear."""
+    cost = CostModel(line(0.010, 0.001), FREE)
+
+    def seconds(num_seqs, num_drafts):
+        return 0.010 + 0.001 * (num_seqs + num_drafts - 1) + 0.004 * num_seqs + 0.0005 * num_drafts
+
+    for num_seqs, num_drafts in [(2, 0), (4, 0), (2, 3), (4, 20), (2, 10)]:
+        cost.observe(num_seqs + num_drafts, num_seqs, seconds(num_seqs, num_drafts), 0.0)
+    assert cost.shares == pytest.approx((0.004, 0.0005), rel=1e-2)
+    assert cost.plain_s(8) == pytest.approx(seconds(8, 0), rel=1e-2)
+    assert cost.verify_s(8, 40) == pytest.approx([seconds(8, count) for count in range(1, 41)], rel=1e-2)
+
+
+def test_a_kind_of_step_that_nobody_has_taken_is_believed_to_be_cheap():
+    plain, verified = CostModel(FLAT, FREE), CostModel(FLAT, FREE)
+    plain.observe(4, 4, 0.018, 0.0)
+    assert plain.verify_s(4, 20)[-1] == plain.plain_s(4) == pytest.approx(0.018)
+    verified.observe(24, 4, 0.034, 0.0)
+    assert verified.plain_s(4) == pytest.approx(0.014)
+    assert verified.verify_s(4, 20)[-1] == pytest.approx(0.034)
+
+
+def test_a_share_is_the_median_of_the_last_steps():
+    cost, rng, plain, verified = CostModel(FLAT, FREE), random.Random(5), [], []
+    for _ in range(300):
+        extra = rng.choice([-0.001, 0.001, rng.random()])
+        if rng.random() < 0.3:
+            cost.observe(2, 2, 0.010 + extra, 0.0)
+            plain = [*plain, extra / 2][-RECENT_STEPS:]
+        else:
+            cost.observe(8, 2, 0.010 + extra, 0.0)
+            verified = [*verified, extra][-RECENT_STEPS:]
+        if plain and verified:
+            per_seq_s = np.median(plain)
+            assert cost.shares == pytest.approx((per_seq_s, (np.median(verified) - 2 * per_seq_s) / 6))
+
+
+def test_nothing_takes_less_than_no_time():
+    cost = CostModel(FLAT, FREE)
+    for rows in (1, 6):
+        cost.observe(rows, 1, 0.001, 0.0)
+    assert cost.plain_s(64) > 0.0
+    assert min(cost.verify_s(64, 320)) > 0.0
+
+
+def test_what_plain_steps_took_is_forgotten_when_none_has_been_taken_for_long():
+    cost = CostModel(FLAT, FREE)
+    cost.observe(4, 4, 0.090, 0.0)
+    for _ in range(FORGET_PLAIN - 1):
+        cost.observe(24, 4, 0.034, 0.0)
+    assert cost.plain_s(4) == pytest.approx(0.090)
+    cost.observe(24, 4, 0.034, 0.0)
+    assert cost.plain_s(4) == pytest.approx(0.014)
+
+
+def test_sampler_time_is_the_median_of_the_same_number_of_sequences_else_of_all():
+    cost = CostModel(FLAT, FREE)
+    assert cost.sampler_s(3) == 0.0
+    for second in (1.0, 2.0, 3.0, 4.0):
+        cost.observe(3, 3, 0.01, second)
+    assert cost.sampler_s(3) == 0.0
+    cost.observe(3, 3, 0.01, 100.0)
+    assert cost.sampler_s(3) == cost.sampler_s(7) == 3.0
+    for _ in range(9):
+        cost.observe(7, 7, 0.01, 8.0)
+    assert (cost.sampler_s(3), cost.sampler_s(7)) == (3.0, 8.0)
+
+
+def test_drafts_cost_what_the_last_ones_took_over_their_curve():
+    cost = CostModel(FLAT, line(0.001, 0.0))
+    for seconds in (0.003, 0.003, 9.0):
+        cost.observe_draft(4, seconds)
+    assert cost.draft_s(4) == pytest.approx(0.003)
+    cost.forget_drafts()
+    assert cost.draft_s(4) == pytest.approx(0.003)
+    cost.observe_draft(4, 0.0005)
+    assert cost.draft_s(4) == pytest.approx(0.0005)
+
+
+def test_a_look_anew_at_drafts_forgets_what_verifying_them_took():
+    cost = CostModel(FLAT, FREE)
+    cost.observe(4, 4, 0.014, 0.0)
+    cost.observe(24, 4, 0.090, 0.0)
+    cost.forget_drafts()
+    assert cost.verify_s(4, 20)[-1] == pytest.approx(0.014)
+    cost.observe(8, 4, 0.018, 0.0)
+    assert cost.verify_s(4, 20)[-1] == pytest.approx(0.034)
+
+
+# ---- measuring
+
+
+PLACES = [(slot, [2 * slot, 2 * slot + 1]) for slot in range(1, 5)]
+
+
+def test_measuring_covers_the_largest_step_and_leaves_the_runner_usable():
+    now = iter(np.arange(0, 1e4, 0.001))
+    runner = FakeRunner(LIMITS)
+    cost = measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=100.0)
+    assert cost.verify_s(4, 20)[-1] == pytest.approx(0.001)
+    rows = {sum(len(piece.token_ids) for piece in batch.slices) for batch in runner.batches}
+    assert rows == {1, 2, 4, 8, 16, 24}
+    assert {batch.kind for batch in runner.batches} == {StepKind.VERIFY}
+
+
+def test_measuring_stops_when_its_time_is_over():
+    now = iter(np.arange(0, 1e4, 0.2))
+    runner = FakeRunner(LIMITS)
+    measure(runner, 5, PLACES, clock=lambda: next(now), budget_s=1.0)
+    assert {batch.num_tokens for batch in runner.batches} == {1, 2}
+
+
+def test_a_curve_by_the_thread_s_own_time_does_not_see_neighbours():
+    """The wall clock jumps as on a busy machine; the timer counts what the runs themselves cost."""
+    runner, spent, rng = FakeRunner(LIMITS), [0.0], random.Random(1)
+    run, draft = runner.run, runner.draft
+    runner.run = lambda batch: (run(batch), spent.append(spent.pop() + 0.001 * batch.num_tokens))[0]
+    runner.draft = lambda slices: (draft(slices), spent.append(spent.pop() + 0.002 * len(slices)))[0]
+    cost = measure(runner, 5, PLACES, clock=lambda: rng.random(), timer=lambda: spent[0])
+    assert [cost.plain_s(1), cost.verify_s(1, 5)[-1], cost.verify_s(4, 20)[-1]] == pytest.approx([0.001, 0.006, 0.024])
+    assert cost.draft_s(3) == pytest.approx(0.006)
+    assert step_timer("compiled") is time.thread_time
+    assert step_timer("eager") is step_timer("graphs") is time.perf_counter

@@ -1,0 +1,39 @@
+"""Chosen lengths over whole loads, on pretended machines: never much slower than every draft or none, whatever pays."""
+
+import random
+
+import pytest
+
+from engine.spec_lengths import FixedLength
+from tests.engine.spec_rounds import Machine, tokens_per_second
+
+
+class NoDrafts(FixedLength):
+    def budget(self, rates, rooms):
+        return 0
+
+
+MACHINES = {
+    "small model, short contexts": Machine(5e-4, 1.3e-4, context_s=1e-5, row_context_s=0.0, draft_s=1e-4, draft_seq_s=2.5e-4),
+    "small model": Machine(5e-4, 1.3e-4, context_s=2e-4, row_context_s=4e-5, draft_s=1e-4, draft_seq_s=4e-4),
+    "long contexts": Machine(5e-4, 1.5e-4, context_s=3e-4, row_context_s=2e-5, draft_s=1e-4, draft_seq_s=4e-4),
+    "rows almost free": Machine(1e-2, 5e-5, context_s=5e-5, row_context_s=2e-5, draft_s=1e-3, draft_seq_s=2e-5),
+    "drafts never pay": Machine(5e-4, 3e-4, context_s=1e-4, row_context_s=1e-4, draft_s=1e-4, draft_seq_s=8e-4),
+}
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", MACHINES)
+def test_chosen_lengths_lose_little_against_every_draft_and_against_none(name, streams):
+    """With curves that are measured on empty contexts and 5 % wrong, on a machine whose steps scatter by 10 %."""
+    machine = MACHINES[name]
+    best = max(tokens_per_second(policy, machine, streams) for policy in (FixedLength(), NoDrafts()))
+    for seed in range(2):
+        policy = machine.chosen_lengths(0.05, random.Random(seed))
+        assert tokens_per_second(policy, machine, streams, noise=0.1) > 0.95 * best
+
+
+def test_lengths_that_are_chosen_gain_where_drafts_are_good_in_stretches():
+    machine = MACHINES["small model"]
+    every, chosen = FixedLength(), machine.chosen_lengths(0.0, random.Random(1))
+    assert tokens_per_second(chosen, machine, 4) > 1.03 * tokens_per_second(every, machine, 4)
