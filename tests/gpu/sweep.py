@@ -32,10 +32,11 @@ def boundary(setting: Setting) -> dict[str, Forms]:
     from engine.ops.hyper_boundary import HYPER_BOUNDARY
     from engine.ops.triton.hyper_boundary import Division, launch
 
+    best = Division(64, 64, 80, 1024, True, 4, 4)
     tried = [
-        Division(64, 64, 40, 1024), Division(64, 64, 40, 1024, True, 4, 4), Division(64, 64, 80, 1024, True, 4, 4),
-        Division(64, 64, 160, 1024, True, 4, 4), Division(128, 64, 80, 1024, True, 8, 4), Division(64, 64, 80, 1024, True, 4, 5),
-        Division(64, 64, 80, 2048, True, 4, 4),
+        best, replace(best, recent=True), replace(best, recent=True, steps=40), replace(best, recent=True, steps=160),
+        replace(best, recent=True, rows=128, warps=8), replace(best, recent=True, stages=5), replace(best, recent=True, chunk=2048),
+        replace(best, recent=True, chunk=512), replace(best, recent=True, rows=32),
     ]  # fmt: skip
     rows = 2 if setting.small else 4096
     sets = boundary_inputs(setting, rows, 1)

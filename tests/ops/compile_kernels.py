@@ -45,6 +45,7 @@ _SHAPE = {"D2": 256, "R2": 32}
 _STREAMS = {"h": _BF16, "y": _BF16, "post": _F32, "comb": _F32, "pre": _F32, "norm": _BF16, "new_h": _BF16, "x": _BF16, "squares": _F32,
             "eps": "fp32"}  # fmt: skip
 _MIX = {"z": _BF16, "fn": _F32, "parts": _F32}
+_MIX_MANY = {"ROWS": 64, "COLS": 64, "STEPS": 40, "FAST": True}
 _BALANCE = {"parts": _F32, "squares": _F32, "scale": _F32, "base": _F32, "pre": _F32, "post": _F32, "comb": _F32, "hc_eps": "fp32",
             "rms_eps": "fp32"}  # fmt: skip
 _HASH = dict.fromkeys(("grams", "multipliers", "primes", "offsets", "rows"), _I64)
@@ -53,11 +54,16 @@ _GATE = {"h": _BF16, "kv": _BF16, "weight": _F32, "out": _BF16, "eps": "fp32", "
 
 # name -> kernel, types of its arguments (others are int32), constants, warps.
 KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
-    "boundary few": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 4096}, 16),
-    "boundary many": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 1024}, 4),
-    "mix few": (hyper_boundary.mix, _MIX, {"ROWS": 16, "COLS": 128, "STEPS": 2, "TERMS": False, "FAST": True}, 4),
-    "mix many": (hyper_boundary.mix, _MIX, {"ROWS": 64, "COLS": 64, "STEPS": 40, "TERMS": False, "FAST": True}, 4),
-    "mix terms": (hyper_boundary.mix, _MIX | {"fn": _BF16}, {"ROWS": 64, "COLS": 64, "STEPS": 40, "TERMS": True, "FAST": True}, 4),
+    "boundary few": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 4096, "ONCE": ""}, 16),
+    "boundary many": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 1024, "ONCE": "evict_first"}, 4),
+    "mix few": (hyper_boundary.mix, _MIX, {"ROWS": 16, "COLS": 128, "STEPS": 2, "TERMS": False, "LAST": False, "FAST": True}, 4),
+    "mix many": (hyper_boundary.mix, _MIX, _MIX_MANY | {"TERMS": False, "LAST": False}, 4),
+    "mix terms": (
+        hyper_boundary.mix,
+        _MIX | {"fn": _BF16},
+        {"ROWS": 64, "COLS": 64, "STEPS": 40, "TERMS": True, "LAST": True, "FAST": True},
+        4,
+    ),
     "split terms": (hyper_boundary.split_terms, {"fn": _F32, "terms": _BF16}, {"COLS": 2048}, 4),
     "balance": (hyper_boundary.balance, _BALANCE, {"SPLITS": 128}, 1),
     "engram hash": (engram_hash.hash_rows, _HASH, {"GRAMS": 4, "HEADS": 8, "ROWS": 16, "LANES": 8}, 1),

@@ -27,12 +27,12 @@ _FEW_ROWS = 264  # two for every multiprocessor of the largest machine measured
 
 @triton.jit
 def write_and_read(
-    h, y, post, comb, pre, norm, new_h, x, squares, width, eps, HAS_Y: tl.constexpr, COLS: tl.constexpr,
+    h, y, post, comb, pre, norm, new_h, x, squares, width, eps, HAS_Y: tl.constexpr, COLS: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """h, new_h: [T, 4, C], y, x: [T, C], norm: [C] bf16; squares: [T] fp32, of all streams as they are stored.
 
     The row is walked in chunks of COLS. The input is stored as it is read and normalised when its sum is known: every thread finds its own
-    values again.
+    values again. ONCE: eviction of what is read here for the last time, which makes room in the L2 cache for what `mix` reads next.
     """
     row = tl.program_id(0).to(tl.int64)
     p0, p1, p2, p3 = tl.load(pre + row * 4), tl.load(pre + row * 4 + 1), tl.load(pre + row * 4 + 2), tl.load(pre + row * 4 + 3)
@@ -42,12 +42,12 @@ def write_and_read(
         cols = first + tl.arange(0, COLS)
         mask = cols < width
         at = h + row * 4 * width + cols
-        h0 = tl.load(at, mask=mask, other=0.0)
-        h1 = tl.load(at + width, mask=mask, other=0.0)
-        h2 = tl.load(at + 2 * width, mask=mask, other=0.0)
-        h3 = tl.load(at + 3 * width, mask=mask, other=0.0)
+        h0 = tl.load(at, mask=mask, other=0.0, eviction_policy=ONCE)
+        h1 = tl.load(at + width, mask=mask, other=0.0, eviction_policy=ONCE)
+        h2 = tl.load(at + 2 * width, mask=mask, other=0.0, eviction_policy=ONCE)
+        h3 = tl.load(at + 3 * width, mask=mask, other=0.0, eviction_policy=ONCE)
         if HAS_Y:
-            out = tl.load(y + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+            out = tl.load(y + row * width + cols, mask=mask, other=0.0, eviction_policy=ONCE).to(tl.float32)
             f0, f1, f2, f3 = h0.to(tl.float32), h1.to(tl.float32), h2.to(tl.float32), h3.to(tl.float32)
             h0 = _written(f0, f1, f2, f3, out, post + row * 4, comb + row * 16)
             h1 = _written(f0, f1, f2, f3, out, post + row * 4 + 1, comb + row * 16 + 1)
@@ -105,14 +105,17 @@ def split_terms(fn, terms, width, COLS: tl.constexpr):
 
 @triton.jit
 def mix(
-    z, fn, parts, num_rows, width, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr, FAST: tl.constexpr,
+    z, fn, parts, num_rows, width,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr, LAST: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, parts: [splits, T, 32] fp32.
 
-    fn: [24, n*C] fp32, or with TERMS what `split_terms` made of it. FAST false multiplies fp32 numbers as they are: Triton's interpreter
+    fn: [24, n*C] fp32, or with TERMS what `split_terms` made of it. LAST: the last rows first, which were written last and are in the L2
+    cache. FAST false multiplies fp32 numbers as they are: Triton's interpreter
     would multiply the bits of bf16 numbers.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.num_programs(0) - 1 - tl.program_id(0) if LAST else tl.program_id(0)
+    rows = block * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     row = rows.to(tl.int64)
     outputs = tl.arange(0, 32)
@@ -120,7 +123,8 @@ def mix(
     for step in range(STEPS):
         cols = (split * STEPS + step) * COLS + tl.arange(0, COLS)
         inside = cols < width
-        tile = tl.load(z + row[:, None] * width + cols[None, :], mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0)
+        known = (rows < num_rows)[:, None] & inside[None, :]
+        tile = tl.load(z + row[:, None] * width + cols[None, :], mask=known, other=0.0, eviction_policy="evict_first" if LAST else "")
         at = fn + outputs[None, :] * width + cols[:, None]
         if TERMS:
             high = tl.load(at, mask=inside[:, None], other=0.0)
@@ -172,7 +176,7 @@ def balance(
 class Division:
     """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
     `write_and_read` at a time. terms: the mixing matrix is split once for all programs, so that none passes it through registers. warps,
-    stages: of `mix`.
+    stages: of `mix`. recent: new streams are kept in the L2 cache and read from there, as far as they fit.
     """
 
     rows: int
@@ -182,6 +186,7 @@ class Division:
     terms: bool = False
     warps: int = 4
     stages: int = 3
+    recent: bool = False
 
 
 def division(rows: int) -> Division:
@@ -264,6 +269,7 @@ class _Work:
             block = min(triton.next_power_of_2(width), self.divided.chunk)
             write_and_read[(rows,)](
                 h, y, post, comb, pre, self.norm, self.new_h, x, self.squares, width, self.eps, self.written is not None, block,
+                "evict_first" if self.divided.recent else "",
                 num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -278,7 +284,7 @@ class _Work:
             fn = torch.empty(3, _WIDTH, width, dtype=torch.bfloat16, device=z.device)
             split_terms[_WIDTH, triton.cdiv(width, 2048)](self.mixer.fn, fn, width, 2048, num_warps=4)
         mix[triton.cdiv(rows, divided.rows), len(self.parts)](
-            z, fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, divided.terms, not INTERPRETED,
+            z, fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, divided.terms, divided.recent, not INTERPRETED,
             num_warps=divided.warps, num_stages=divided.stages,
         )  # fmt: skip
 
