@@ -19,13 +19,15 @@ def run():
 
 
 def agrees(run, scores, k, count=None, blocks=1, dtype=torch.int32):
+    """Whether both ways, the short one where it can be gone, give what the reference gives."""
     hidden = scores.clone()
     if count is not None:
         count = torch.tensor(count)
         hidden[torch.arange(scores.shape[1]) >= count[:, None]] = -INF
-    got = select_rows(run, 0, scores, k, count, dtype, Division(256, blocks))
-    assert got.dtype == dtype
-    return torch.equal(got, ascending(SELECT_TOPK.reference(hidden, k)).to(dtype))
+    wanted = ascending(SELECT_TOPK.reference(hidden, k)).to(dtype)
+    ways = [select_rows(run, 0, scores, k, count, dtype, Division(256, blocks, lists)) for lists in (False, True)]
+    assert all(way.dtype == dtype for way in ways)
+    return all(torch.equal(way, wanted) for way in ways)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 8])
@@ -41,6 +43,22 @@ def test_scores_just_below_what_every_thread_has_are_not_picked(run, blocks):
     scores = torch.full((1, 1024 * blocks), 1.001)
     scores[0, :256] = 1.005
     for k in (200, 256):
+        assert agrees(run, scores, k, blocks=blocks)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_few_of_many_scores_are_picked_wherever_they_lie(run, blocks):
+    """Large beside their differences, all but one alike, some not numbers: then a level tells few apart, or none."""
+    torch.manual_seed(1)
+    scores = torch.randn(6, 4099)
+    scores[0] += 1e6
+    scores[1] *= 1e-40
+    scores[2] = 5.0
+    scores[2, 4000] = 6.0
+    scores[3, 17:30] = NAN
+    scores[4, ::3] = INF
+    scores[5, 100:] = -INF
+    for k in (3, 120, 600):
         assert agrees(run, scores, k, blocks=blocks)
 
 

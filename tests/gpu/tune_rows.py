@@ -67,10 +67,11 @@ def _topk(setting: Setting) -> Iterator[Line]:
         scores = setting.normal(rows, columns, dtype=torch.float32)
         wanted = ascending(SELECT_TOPK.reference(scores, 512))
         own = Division.of(rows, columns, machine(scores.device)[0].num_processors)
-        others = [Division(threads, blocks) for blocks in (8, 4, 2, 1) for threads in (512, 256)]
+        forms = [Division(t, b, lists) for b in (8, 4, 2, 1) for t in (512, 256) for lists in (True, False)]
+        others = [d for d in forms if (rows > 8 or d.blocks > 2) and (d.lists or d.blocks == own.blocks)]
         runs: dict[str, Callable[[], Any]] = {
-            f"{d.blocks} x {d.threads}": _native(select_topk.select_rows, scores, 512, division=d)
-            for d in [own, *(d for d in others if d != own and (rows > 8 or d.blocks > 2))]
+            f"{d.blocks} x {d.threads}{' lists' if d.lists else ''}": _native(select_topk.select_rows, scores, 512, division=d)
+            for d in dict.fromkeys([own, *others])
         }
         runs |= {"triton": partial(triton_topk.select_rows, scores, 512), "torch.topk": lambda x=scores: x.topk(512)[1]}
         yield (

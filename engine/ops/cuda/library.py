@@ -66,7 +66,7 @@ class SelectArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scores", "count", "out", "out64")),
         ("stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("num_rows", "columns", "k", "width", "room")),
+        *((name, ctypes.c_int) for name in ("num_rows", "columns", "k", "width", "room", "lists")),
     ]
 
 

@@ -22,6 +22,7 @@ class Division:
 
     threads: int
     blocks: int
+    lists: bool = True  # the best come to one block when they are few
 
     @staticmethod
     def of(rows: int, columns: int, num_processors: int) -> Division:
@@ -72,6 +73,7 @@ def select_rows(
         columns=columns,
         k=k,
         width=out.shape[1],
+        lists=int(division.lists),
         room=min(_MOST_ROOM, -(-columns // (4 * division.blocks)) * 4),
     )
     check_launch(run.select(ctypes.byref(arguments), division.threads, division.blocks, stream), "select_topk")
