@@ -40,7 +40,9 @@ class LogitEdits:
             ids = torch.tensor(list(params.logit_bias), device=row.device)
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
         if params.repetition_penalty != 1.0:
-            penalised = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+            limits = torch.finfo(row.dtype)
+            penalty = max(params.repetition_penalty, limits.tiny)  # a smaller one is 0 on some devices, and minus infinity times 0 is NaN
+            penalised = torch.where(row > 0, row / penalty, row * penalty).clamp_(max=limits.max)  # two infinite logits have no softmax
             row.copy_(torch.where(self._seen_mask(row, seq, ahead), penalised, row))
         if output_len and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
             counts = Counter(seq.token_ids[seq.prompt_len :])

@@ -138,10 +138,11 @@ class Sampler:
         errors = row_errors(logits.amax(dim=-1))
         work = self._edited(logits, rows, traits, ahead)
         if masks is None:
-            return work, errors
+            return work, errors if work is logits else row_errors(work.amax(dim=-1)) | errors
         work = _constrained(logits, work, masks)
-        empty = (work.amax(dim=-1) == float("-inf")).nonzero()[:, 0].tolist()
-        return work, dict.fromkeys(empty, "the grammar allows no token") | masks.errors | errors
+        best = work.amax(dim=-1)
+        empty = (best == float("-inf")).nonzero()[:, 0].tolist()
+        return work, row_errors(best) | dict.fromkeys(empty, "the grammar allows no token") | masks.errors | errors
 
     def _edited(self, logits: Tensor, rows: list[Sequence], traits: list[SamplingTraits], ahead: list[list[int]] | None = None) -> Tensor:
         """A copy with the edited rows, or the same tensor when no row needs an edit: raw log-probabilities read the original."""
