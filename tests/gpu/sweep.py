@@ -30,23 +30,31 @@ Forms = Mapping[str, tuple[Sequence[Call], Callable[[], float]]]
 def boundary(setting: Setting) -> dict[str, Forms]:
     from deepinfer_cli.opbench.cases.moe import boundary_inputs
     from engine.ops.hyper_boundary import HYPER_BOUNDARY
-    from engine.ops.triton.hyper_boundary import Division, launch
+    from engine.ops.triton.hyper_boundary import Division, division, launch
 
     best = Division(64, 64, 80, 1024, True, 4, 4)
     tried = [
         best, replace(best, recent=True), replace(best, recent=True, steps=40), replace(best, recent=True, steps=160),
         replace(best, recent=True, rows=128, warps=8), replace(best, recent=True, stages=5), replace(best, recent=True, chunk=2048),
-        replace(best, recent=True, chunk=512), replace(best, recent=True, rows=32),
+        replace(best, recent=True, chunk=512), replace(best, recent=True, rows=32), replace(best, recent=True, early=True),
     ]  # fmt: skip
-    rows = 2 if setting.small else 4096
-    sets = boundary_inputs(setting, rows, 1)
-    wanted = HYPER_BOUNDARY.reference(*sets[0])
+    found: dict[str, Forms] = {}
+    for rows in (2,) if setting.small else (1, 8, 64, 4096):
+        sets = boundary_inputs(setting, rows, 4 if rows <= 64 else 1)
+        wanted = HYPER_BOUNDARY.reference(*sets[0])
 
-    def form(divided: Division) -> tuple[Sequence[Call], Callable[[], float]]:
-        calls = [partial(launch, *inputs, divided) for inputs in sets]
-        return calls, lambda: max(relative_error(getattr(calls[0](), name), getattr(wanted, name)) for name in ("h", "x", "comb"))
+        def form(divided: Division, sets=sets, wanted=wanted) -> tuple[Sequence[Call], Callable[[], float]]:
+            calls = [partial(launch, *inputs, divided) for inputs in sets]
+            return calls, lambda: max(relative_error(getattr(calls[0](), name), getattr(wanted, name)) for name in ("h", "x", "comb"))
 
-    return {f"boundary, {rows} rows": {str(divided)[8:]: form(divided) for divided in tried}}
+        few = [
+            division(rows),
+            replace(division(rows), early=True),
+            Division(16, 256, 1, 4096, early=True),
+            Division(16, 128, 1, 4096, early=True),
+        ]
+        found[f"boundary, {rows} rows"] = {str(divided)[8:]: form(divided) for divided in (few if rows <= 64 else tried)}
+    return found
 
 
 def attention(setting: Setting) -> dict[str, Forms]:
@@ -84,8 +92,8 @@ def compress(setting: Setting) -> dict[str, Forms]:
     for tokens in (8,) if setting.small else (8, 4096):
         problem = compress_problem(setting, tokens)
         tried = [
-            Tuning(), Tuning(entries=2), Tuning(entries=4), Tuning(entries=4, warps=8), Tuning(warps=2), Tuning(keys=32),
-            Tuning(key_warps=8), Tuning(keys=32, key_warps=8), Tuning(step=256, stages=2), Tuning(step=64, stages=4),
+            Tuning(), Tuning(early=True), Tuning(early=True, key_warps=8), Tuning(early=True, step=64, stages=3),
+            Tuning(early=True, step=256, stages=2), Tuning(early=True, warps=2), Tuning(early=True, entries=2),
         ]  # fmt: skip
 
         def form(tuning: Tuning, problem=problem) -> tuple[Sequence[Call], Callable[[], float]]:

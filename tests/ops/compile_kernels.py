@@ -45,6 +45,7 @@ _SHAPE = {"D2": 256, "R2": 32}
 _STREAMS = {"h": _BF16, "y": _BF16, "post": _F32, "comb": _F32, "pre": _F32, "norm": _BF16, "new_h": _BF16, "x": _BF16, "squares": _F32,
             "eps": "fp32"}  # fmt: skip
 _MIX = {"z": _BF16, "fn": _F32, "parts": _F32}
+_MIX_FEW = {"ROWS": 16, "COLS": 128, "STEPS": 2, "TERMS": False, "LAST": False, "EARLY": False, "FAST": True}
 _MIX_MANY = {"ROWS": 64, "COLS": 64, "STEPS": 40, "FAST": True}
 _BALANCE = {"parts": _F32, "squares": _F32, "scale": _F32, "base": _F32, "pre": _F32, "post": _F32, "comb": _F32, "hc_eps": "fp32",
             "rms_eps": "fp32"}  # fmt: skip
@@ -54,10 +55,11 @@ _GATE = {"h": _BF16, "kv": _BF16, "weight": _F32, "out": _BF16, "eps": "fp32", "
 
 # name -> kernel, types of its arguments (others are int32), constants, warps.
 KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
-    "boundary few": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 4096, "ONCE": ""}, 16),
-    "boundary many": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 1024, "ONCE": "evict_first"}, 4),
-    "mix few": (hyper_boundary.mix, _MIX, {"ROWS": 16, "COLS": 128, "STEPS": 2, "TERMS": False, "LAST": False, "FAST": True}, 4),
-    "mix many": (hyper_boundary.mix, _MIX, _MIX_MANY | {"TERMS": False, "LAST": False}, 4),
+    "boundary few": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 4096, "ONCE": "", "EARLY": False}, 16),
+    "boundary many": (hyper_boundary.write_and_read, _STREAMS, {"HAS_Y": True, "COLS": 1024, "ONCE": "evict_first", "EARLY": True}, 4),
+    "mix few": (hyper_boundary.mix, _MIX, _MIX_FEW, 4),
+    "mix early": (hyper_boundary.mix, _MIX, _MIX_FEW | {"COLS": 256, "STEPS": 1, "EARLY": True}, 4),
+    "mix many": (hyper_boundary.mix, _MIX, _MIX_MANY | {"TERMS": False, "LAST": False, "EARLY": False}, 4),
     "mix terms": (
         hyper_boundary.mix,
         _MIX | {"fn": _BF16},
@@ -65,7 +67,7 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
         4,
     ),
     "split terms": (hyper_boundary.split_terms, {"fn": _F32, "terms": _BF16}, {"COLS": 2048}, 4),
-    "balance": (hyper_boundary.balance, _BALANCE, {"SPLITS": 128}, 1),
+    "balance": (hyper_boundary.balance, _BALANCE, {"SPLITS": 128, "EARLY": True}, 1),
     "engram hash": (engram_hash.hash_rows, _HASH, {"GRAMS": 4, "HEADS": 8, "ROWS": 16, "LANES": 8}, 1),
     "engram gather": (engram_gather.gather_rows, _GATHER, {"WIDTH": 256, "GROUP": 32, "ROWS": 8}, 4),
     "engram gate": (engram_gate.gate_streams, _GATE, {"STREAMS": 4, "COLS": 8192}, 8),
@@ -76,11 +78,16 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
         8,
     ),
     "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4, "EARLY": True}, 4),
-    "select": (select_topk._select, _SELECT, {"CHUNK": 8192, "K": 512, "HAS_INDEX": False, "HAS_COUNT": True, "LAST": False}, 16),
+    "select": (
+        select_topk._select,
+        _SELECT,
+        {"CHUNK": 8192, "K": 512, "HAS_INDEX": False, "HAS_COUNT": True, "LAST": False},
+        16,
+    ),
     "score": (index_search._score, _SCORE, {"H": 32, "D2": 64, "N": 128, "SIZE": 8, "RESTRICTED": False, "FAST": True}, 4),
     "pack": (cache_rows._pack, {"x_ptr": _BF16, "out_ptr": _U8}, {"KIND": 1, "D2": 256, "N": 2}, 4),
-    "entries": (compress_entries._entries, _ENTRIES, {"D": 512, "R2": 32, "N": 2, "PAIRS": True}, 4),
-    "keys": (compress_entries._keys, _KEYS, {"D": 512, "K": 128, "R2": 32, "N": 16, "STEP": 128, "FAST": True}, 8),
+    "entries": (compress_entries._entries, _ENTRIES, {"D": 512, "R2": 32, "N": 2, "PAIRS": True, "EARLY": True}, 4),
+    "keys": (compress_entries._keys, _KEYS, {"D": 512, "K": 128, "R2": 32, "N": 16, "STEP": 128, "EARLY": True, "FAST": True}, 8),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.ops.compress_entries import COMPRESS_ENTRIES, INDEX_QUERIES, IndexKeys, PairSource
 from engine.ops.triton.decode_formats import dot_bf16
+from engine.ops.triton.early_start import can_begin_early, let_next_begin, wait_for_last
 from engine.ops.triton.encode_formats import e2m1_value, encode_entries, encode_index
 from engine.ops.triton.fallback import warn_once
 from engine.ops.triton.interpreter import INTERPRETED
@@ -49,9 +50,10 @@ def _turned(even, odd, cos, sin):
 @triton.jit
 def _entries(
     projected_ptr, partial_ptr, load_ptr, first_ptr, last_ptr, norm_ptr, rot_ptr, latent_ptr, kv_ptr, rows_ptr, num_entries, num_loads, eps,
-    D: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+    D: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """N entries of width D: their latents to [E, D] bf16, and packed to rows of the cache."""
+    let_next_begin(EARLY)
     entry = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
     known = entry < num_entries
     row, there = entry[:, None], known[:, None]
@@ -84,7 +86,7 @@ def _entries(
 @triton.jit
 def _keys(
     latent_ptr, weight_ptr, norm_ptr, rot_ptr, block_ptr, blocks_ptr, place_ptr, block_bytes, offset, per_block, num_entries, eps,
-    D: tl.constexpr, K: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, FAST: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, R2: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Index keys of width K of N entries of width D; STEP channels of the product at a time."""
     entry = (tl.program_id(0) * N + tl.arange(0, N)).to(tl.int64)
@@ -95,6 +97,7 @@ def _keys(
     place = tl.load(place_ptr + entry, mask=known, other=0)[:, None]
     cos, sin = _angles_of(rot_ptr, row, there, half, K // 2, R2)
     key = tl.zeros([N, K], tl.float32)
+    wait_for_last(EARLY)
     for step in range(0, D, STEP):
         columns = step + tl.arange(0, STEP)
         part = tl.load(latent_ptr + row * D + columns[None, :], mask=there, other=0.0)
@@ -140,7 +143,7 @@ def _angles(rot: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """entries, warps: of a program that completes entries. keys, key_warps: entries of a program that makes keys, at least the 16 rows of
-    a product, and its warps. step: channels of the product at a time.
+    a product, and its warps. step: channels of the product at a time. early: keys begin while entries end.
     """
 
     entries: int = 1
@@ -149,6 +152,7 @@ class Tuning:
     key_warps: int = 4
     step: int = 128
     stages: int = 3
+    early: bool = False
 
 
 _TUNING = Tuning()
@@ -174,16 +178,18 @@ def compress(
         return
     some = rows if pairs is None else pairs.first
     load = some if pairs is None or pairs.load is None else pairs.load
+    early = tuning.early and can_begin_early(norm.device)
     places, turn, latent = keys.places, _angles(rot), norm.new_empty(len(rows), width)
     _entries[(triton.cdiv(len(rows), tuning.entries),)](
         projected.contiguous(), projected if pairs is None else pairs.partial, load, some, some if pairs is None else pairs.last,
         norm, turn, latent, kv_rows, rows, len(rows), 0 if pairs is None or pairs.load is None else len(load), eps,
-        D=width, R2=rot.shape[1], N=tuning.entries, PAIRS=pairs is not None, num_warps=tuning.warps if width >= 256 else 1,
+        D=width, R2=rot.shape[1], N=tuning.entries, PAIRS=pairs is not None, EARLY=early, num_warps=tuning.warps if width >= 256 else 1,
     )  # fmt: skip
     _keys[(triton.cdiv(len(rows), tuning.keys),)](
         latent, keys.weight, keys.norm, turn, places.block, places.blocks, places.place, places.blocks.shape[1], places.offset,
         places.per_block, len(rows), eps, D=width, K=key_width, R2=rot.shape[1], N=tuning.keys, STEP=min(tuning.step, width),
-        FAST=not INTERPRETED, num_warps=tuning.key_warps if width >= 256 else 1, num_stages=tuning.stages,
+        EARLY=early, FAST=not INTERPRETED, num_warps=tuning.key_warps if width >= 256 else 1, num_stages=tuning.stages,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops.hyper_boundary import HYPER_BOUNDARY, Boundary, Mixer, Written
+from engine.ops.triton.early_start import can_begin_early, let_next_begin, wait_for_last
 from engine.ops.triton.fallback import warn_once
 from engine.ops.triton.interpreter import INTERPRETED
 
@@ -28,12 +29,14 @@ _FEW_ROWS = 264  # two for every multiprocessor of the largest machine measured
 @triton.jit
 def write_and_read(
     h, y, post, comb, pre, norm, new_h, x, squares, width, eps, HAS_Y: tl.constexpr, COLS: tl.constexpr, ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """h, new_h: [T, 4, C], y, x: [T, C], norm: [C] bf16; squares: [T] fp32, of all streams as they are stored.
 
     The row is walked in chunks of COLS. The input is stored as it is read and normalised when its sum is known: every thread finds its own
     values again. ONCE: eviction of what is read here for the last time, which makes room in the L2 cache for what `mix` reads next.
     """
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     p0, p1, p2, p3 = tl.load(pre + row * 4), tl.load(pre + row * 4 + 1), tl.load(pre + row * 4 + 2), tl.load(pre + row * 4 + 3)
     all_squares = tl.zeros([COLS], tl.float32)
@@ -106,7 +109,8 @@ def split_terms(fn, terms, width, COLS: tl.constexpr):
 @triton.jit
 def mix(
     z, fn, parts, num_rows, width,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr, LAST: tl.constexpr, FAST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, TERMS: tl.constexpr, LAST: tl.constexpr, EARLY: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """parts[split, row, :24] = this split's share of fn z. z: [T, n*C] bf16, parts: [splits, T, 32] fp32.
 
@@ -114,6 +118,9 @@ def mix(
     cache. FAST false multiplies fp32 numbers as they are: Triton's interpreter
     would multiply the bits of bf16 numbers.
     """
+    let_next_begin(EARLY)
+    if STEPS > 1:
+        wait_for_last(EARLY)
     block = tl.num_programs(0) - 1 - tl.program_id(0) if LAST else tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
@@ -123,8 +130,6 @@ def mix(
     for step in range(STEPS):
         cols = (split * STEPS + step) * COLS + tl.arange(0, COLS)
         inside = cols < width
-        known = (rows < num_rows)[:, None] & inside[None, :]
-        tile = tl.load(z + row[:, None] * width + cols[None, :], mask=known, other=0.0, eviction_policy="evict_first" if LAST else "")
         at = fn + outputs[None, :] * width + cols[:, None]
         if TERMS:
             high = tl.load(at, mask=inside[:, None], other=0.0)
@@ -132,6 +137,10 @@ def mix(
             low = tl.load(at + 64 * width, mask=inside[:, None], other=0.0)
         else:
             high, middle, low = _terms_of(tl.load(at, mask=(outputs < 24)[None, :] & inside[:, None], other=0.0))
+        if STEPS == 1:
+            wait_for_last(EARLY)  # for the streams; the matrix is on its way
+        known = (rows < num_rows)[:, None] & inside[None, :]
+        tile = tl.load(z + row[:, None] * width + cols[None, :], mask=known, other=0.0, eviction_policy="evict_first" if LAST else "")
         if FAST:
             acc = tl.dot(tile, low, acc)
             acc = tl.dot(tile, middle, acc)
@@ -146,8 +155,10 @@ def mix(
 @triton.jit
 def balance(
     parts, squares, scale, base, pre, post, comb, num_rows, width, splits, num_iters, hc_eps, rms_eps, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a row: add the parts, then pre and post [T, 4] and the balanced comb [T, 4, 4]. splits <= SPLITS, a power of two."""
+    wait_for_last(EARLY)
     row = tl.program_id(0).to(tl.int64)
     factor = tl.rsqrt(tl.load(squares + row) / width + rms_eps)
     s = tl.arange(0, SPLITS)
@@ -176,7 +187,8 @@ def balance(
 class Division:
     """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
     `write_and_read` at a time. terms: the mixing matrix is split once for all programs, so that none passes it through registers. warps,
-    stages: of `mix`. recent: new streams are kept in the L2 cache and read from there, as far as they fit.
+    stages: of `mix`. recent: new streams are kept in the L2 cache and read from there, as far as they fit. early: kernels begin
+    while those before them end.
     """
 
     rows: int
@@ -187,6 +199,7 @@ class Division:
     warps: int = 4
     stages: int = 3
     recent: bool = False
+    early: bool = False
 
 
 def division(rows: int) -> Division:
@@ -258,6 +271,10 @@ class _Work:
             h, written, mixer, pre, norm, eps, divided, new_h, h.new_empty(rows, width), h.new_empty(rows, dtype=torch.float32), parts
         )
 
+    @property
+    def early(self) -> bool:
+        return self.divided.early and can_begin_early(self.h.device)
+
     def write_back(self) -> None:
         """New streams, the next input, and the squares that the mixes need."""
         h, x, pre, (rows, _, width) = self.h, self.x, self.pre, self.h.shape
@@ -269,7 +286,7 @@ class _Work:
             block = min(triton.next_power_of_2(width), self.divided.chunk)
             write_and_read[(rows,)](
                 h, y, post, comb, pre, self.norm, self.new_h, x, self.squares, width, self.eps, self.written is not None, block,
-                "evict_first" if self.divided.recent else "",
+                "evict_first" if self.divided.recent else "", self.early,
                 num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -284,8 +301,8 @@ class _Work:
             fn = torch.empty(3, _WIDTH, width, dtype=torch.bfloat16, device=z.device)
             split_terms[_WIDTH, triton.cdiv(width, 2048)](self.mixer.fn, fn, width, 2048, num_warps=4)
         mix[triton.cdiv(rows, divided.rows), len(self.parts)](
-            z, fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, divided.terms, divided.recent, not INTERPRETED,
-            num_warps=divided.warps, num_stages=divided.stages,
+            z, fn, self.parts, rows, width, divided.rows, divided.cols, divided.steps, divided.terms, divided.recent, self.early,
+            not INTERPRETED, num_warps=divided.warps, num_stages=divided.stages, **_launched(self.early),
         )  # fmt: skip
 
     def balance(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -297,6 +314,11 @@ class _Work:
         if rows:
             balance[(rows,)](
                 self.parts, self.squares, mixer.scale, mixer.base, pre, post, comb, rows, n * self.h.shape[2], splits, mixer.num_iters,
-                mixer.eps, self.eps, triton.next_power_of_2(splits), num_warps=1,
+                mixer.eps, self.eps, triton.next_power_of_2(splits), self.early, num_warps=1, **_launched(self.early),
             )  # fmt: skip
         return pre, post, comb
+
+
+def _launched(early: bool) -> dict[str, bool]:
+    """Options of a kernel that begins early; Triton for other devices than NVIDIA's does not know them."""
+    return {"launch_pdl": True} if early else {}
