@@ -14,7 +14,7 @@ from engine.random_keys import MASK64, draws53, race_keys
 from engine.request import Sequence
 from engine.sampler import probabilities
 from engine.spec_decode import NO_PROPOSALS, Proposals
-from engine.spec_lengths import FixedLength, LengthPolicy, survival_rates
+from engine.spec_lengths import MIN_TEMPERATURE, FixedLength, LengthPolicy, survival_rates
 
 # Draws of drafts by rejection must be independent of all others, also of the last round's draw for the same position: the number of
 # drafts that are verified may depend on that one. So the seed moves with the place where the block starts.
@@ -83,7 +83,7 @@ class Drafter:
         self.recorder: Recorder | None = None
         self._runner = runner
         self._end_token_ids = end_token_ids
-        self._temperatures = temperatures or [1.0] * max_drafts
+        self._temperatures = [max(temperature, MIN_TEMPERATURE) for temperature in temperatures or [1.0] * max_drafts]
 
     def propose(self, points: list[DraftPoint], rooms: list[int]) -> list[list[int]]:
         """Drafts for each sequence, at most `rooms[i]`. The budget comes from earlier rounds, its distribution from this one."""

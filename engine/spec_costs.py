@@ -7,7 +7,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -53,16 +53,25 @@ class RecentMedian:
     """Median of the last few values; None when there are none."""
 
     def __init__(self, keep: int) -> None:
-        self._values: deque[float] = deque(maxlen=keep)
-        self.value: float | None = None
+        self.values: deque[float] = deque(maxlen=keep)
+        self.median: float | None = None
 
-    def add(self, value: float) -> None:
-        self._values.append(value)
-        self.value = statistics.median(self._values)
+    def add(self, value: float) -> float:
+        self.values.append(value)
+        self.median = median = _median(self.values)
+        return median
 
     def clear(self) -> None:
-        self._values.clear()
-        self.value = None
+        self.values.clear()
+        self.median = None
+
+
+def _median(values: Collection[float]) -> float:
+    """0 for none. The library's own checks what it is given, which takes longer than to sort it."""
+    if not values:
+        return 0.0
+    ranked = sorted(values)
+    return (ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
 
 
 class CostModel:
@@ -89,7 +98,7 @@ class CostModel:
         self._since_plain = 0  # verify steps
         self._shares: tuple[float, float] | None = None  # None: to be found anew
         self._draft_factor, self._draft_ratio = 1.0, RecentMedian(RECENT_DRAFTS)
-        self._sampler: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=SAMPLER_TIMES))
+        self._sampler: dict[int, RecentMedian] = defaultdict(lambda: RecentMedian(SAMPLER_TIMES))
         self._curve: list[float] = []  # seconds by rows, as far as anybody has asked
 
     def plain_s(self, num_seqs: int) -> float:
@@ -108,18 +117,18 @@ class CostModel:
 
     def sampler_s(self, num_seqs: int) -> float:
         """Median of the last samplings of so many sequences, else of all, else 0."""
-        own = self._sampler.get(num_seqs, ())
-        if len(own) >= LEAST_SAMPLER_TIMES:
-            return statistics.median(own)
-        times = [second for seconds in self._sampler.values() for second in seconds]
-        return statistics.median(times) if len(times) >= LEAST_SAMPLER_TIMES else 0.0
+        own = self._sampler[num_seqs]
+        if own.median is not None and len(own.values) >= LEAST_SAMPLER_TIMES:
+            return own.median
+        times = [second for some in self._sampler.values() for second in some.values]
+        return _median(times) if len(times) >= LEAST_SAMPLER_TIMES else 0.0
 
     @property
     def shares(self) -> tuple[float, float]:
         """`a` and `b`: seconds per sequence and per draft beyond the curve. Without plain steps to tell, a row of a verify step says both;
         without verify steps a draft is believed to add nothing."""
         if self._shares is None:
-            per_seq_s = self._per_seq.value
+            per_seq_s = self._per_seq.median
             if per_seq_s is None:
                 per_seq_s = _median([beyond_s / (seqs + drafts) for beyond_s, seqs, drafts in self._verified])
             per_draft_s = _median([(beyond_s - per_seq_s * seqs) / drafts for beyond_s, seqs, drafts in self._verified])
@@ -128,7 +137,7 @@ class CostModel:
 
     def observe(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
         """A step that was taken."""
-        self._sampler[num_seqs].append(sampler_s)
+        self._sampler[num_seqs].add(sampler_s)
         self._shares = None
         beyond_s = forward_s - self._seconds(rows)[rows]
         if rows == num_seqs:
@@ -143,9 +152,7 @@ class CostModel:
 
     def observe_draft(self, num_seqs: int, seconds: float) -> None:
         """A draft that was made, of sequences that the step before had drafted for too."""
-        self._draft_ratio.add(seconds / max(self._drafts(num_seqs), LEAST_S))
-        assert self._draft_ratio.value is not None, "a median of at least one value"
-        self._draft_factor = self._draft_ratio.value
+        self._draft_factor = self._draft_ratio.add(seconds / max(self._drafts(num_seqs), LEAST_S))
 
     def forget_drafts(self) -> None:
         """What drafts and their verification took was long ago: the next ones alone say what they cost now."""
@@ -157,11 +164,6 @@ class CostModel:
         """The curve's seconds by rows, up to `rows` at least."""
         self._curve.extend(self._steps(size) for size in range(len(self._curve), rows + 1))
         return self._curve
-
-
-def _median(values: list[float]) -> float:
-    """0 for none."""
-    return statistics.median(values) if values else 0.0
 
 
 class MeasuredRunner(Protocol):

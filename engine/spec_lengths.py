@@ -9,8 +9,7 @@ itself through its own prefix only.
 from __future__ import annotations
 
 import math
-from itertools import accumulate
-from operator import itemgetter, mul
+from operator import itemgetter
 from typing import Protocol
 
 from engine.spec_costs import CostModel
@@ -36,13 +35,15 @@ _CARRY_PRIOR = 1.0
 
 
 def survival_rates(confidence: list[list[float]], temperatures: list[float]) -> list[list[float]]:
-    """Probability that a draft and all before it are kept. confidence: [B][N], raw. temperatures: [N]. Rows never rise."""
-    divisors = [max(temperature, MIN_TEMPERATURE) for temperature in temperatures]
-    return [[*accumulate((_sigmoid(raw / t) for raw, t in zip(row, divisors, strict=True)), mul)] for row in confidence]
-
-
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + math.exp(min(max(-x, -MAX_CONFIDENCE), MAX_CONFIDENCE)))
+    """Probability that a draft and all before it are kept. confidence: [B][N], raw. temperatures: [N], positive. Rows never rise."""
+    rates: list[list[float]] = []
+    for row in confidence:
+        rate, own = 1.0, []
+        for raw, temperature in zip(row, temperatures, strict=True):
+            rate /= 1.0 + math.exp(min(max(-raw / temperature, -MAX_CONFIDENCE), MAX_CONFIDENCE))
+            own.append(rate)
+        rates.append(own)
+    return rates
 
 
 class LengthPolicy(Protocol):
@@ -148,7 +149,8 @@ class ThroughputLength:
         for row, room in zip(rates, rooms, strict=True):
             lowest = 1.0
             for middle, rate, factor in zip(typical[:room], row or typical, correction, strict=False):
-                lowest = min(lowest, (middle + carried * (rate - middle)) * factor)
+                expected = (middle + carried * (rate - middle)) * factor
+                lowest = expected if expected < lowest else lowest
                 gains.append(lowest)
         gains.sort(reverse=True)
         return gains

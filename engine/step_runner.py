@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -119,4 +119,4 @@ def with_drafts(step: Step, drafts: list[list[int]]) -> Step:
         )
         for s, ids in zip(step.slices, drafts, strict=True)
     ]
-    return replace(step, kind=StepKind.VERIFY, slices=slices)
+    return Step(StepKind.VERIFY, step.seqs, slices, step.rows, step.idle, step.rooms)
