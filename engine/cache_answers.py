@@ -48,4 +48,5 @@ class AnswerWriter:
             self._writer.store_pages(seq, match, seq.prefill_len, end)
             self._writer.store_state(seq, match, end, StateReason.DECODE)
         finally:
-            self._cache.unpin(match.path)
+            # The prompt's pages were hit, or not, by its own prefill: an answer is no second visit.
+            self._cache.unpin(match.path, match.use())

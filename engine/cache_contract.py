@@ -48,8 +48,8 @@ class PrefixCacheLike(Protocol):
     def reset(self) -> None:
         """Forget everything stored."""
 
-    def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
-        """What a prompt would restore now, and why not more. Changes nothing."""
+    def explain(self, tokens: list[int], salt: str = "", scope: str = "") -> dict[str, Any]:
+        """What a prompt would restore now, and why not more. scope: see `Request.cache_scope`. Changes nothing."""
 
     def keep(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
         """Pin what is stored of a prompt for a time. Raises ConfigError beyond the share that may be pinned."""
@@ -100,7 +100,7 @@ class NoPrefixCache:
     def reset(self) -> None:
         return None
 
-    def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+    def explain(self, tokens: list[int], salt: str = "", scope: str = "") -> dict[str, Any]:
         return {"prompt_tokens": len(tokens), "restore_tokens": 0, "miss": "off"}
 
     def keep(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:

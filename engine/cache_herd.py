@@ -14,9 +14,19 @@ from hicache.policy import prefill_states, restore_cap
 
 
 class Herd:
-    """Who computes which prefix now, and who waits for it. keep_tokens: prompt tokens that are always recomputed."""
+    """Who computes which prefix now, and who waits for it. keep_tokens: prompt tokens that are always recomputed. on_wait: hears of the
+    keys of a sequence that begins to wait.
+    """
 
-    def __init__(self, config: HiCacheConfig, page_tokens: int, keep_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        page_tokens: int,
+        keep_tokens: int,
+        clock: Callable[[], float],
+        on_wait: Callable[[list[bytes]], None] = lambda keys: None,
+    ) -> None:
+        self._on_wait = on_wait
         self._config, self._page_tokens, self._keep_tokens, self._clock = config, page_tokens, keep_tokens, clock
         self.in_flight = InFlightTable(clock)
         self._leaders: dict[int, Match] = {}
@@ -49,7 +59,9 @@ class Herd:
             self._ask(producer, meeting)
         if producer.reachable(meeting) - tokens < least:
             return False
-        self._held_since.setdefault(seq.seq_id, self._clock())
+        if seq.seq_id not in self._held_since:
+            self._held_since[seq.seq_id] = self._clock()
+            self._on_wait(match.keys)
         return True
 
     def _ask(self, producer: Producer, position: int) -> None:

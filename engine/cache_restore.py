@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from engine.cache_counters import CacheCounters
 from engine.cache_pins import KeptPrefixes
 from engine.page_mover import BAD_STATE, INTACT, PageMover
@@ -9,6 +11,8 @@ from engine.prefix_plan import Match
 from engine.request import Sequence
 from hicache.host_cache import HostCache
 from hicache.index import NONE
+
+log = logging.getLogger(__name__)
 
 
 class PrefixReader:
@@ -31,7 +35,12 @@ class PrefixReader:
             self._counters.peer_tokens += tokens if intact and seq.cached_tokens is None else 0
             self._counters.checksum_errors += not intact
             return tokens if intact else 0
-        index.check_page(match.path[num_pages - 1], seq.token_ids, self._cache.page_tokens)
+        foreign = index.first_foreign(match.path[:num_pages], seq.token_ids, self._cache.page_tokens)
+        if foreign is not None:
+            log.error("the page of tokens %d.. lies under the key of other tokens; it is dropped", foreign * self._cache.page_tokens)
+            self._counters.token_errors += 1
+            self._drop(match, foreign)
+            return 0
         if index.has_dropped(match.path):
             return 0
         frames = index.state_frames(match.state) if match.state != NONE else []

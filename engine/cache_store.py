@@ -8,10 +8,12 @@ from engine.cache_counters import CacheCounters
 from engine.page_mover import PageMover
 from engine.prefix_plan import Match
 from engine.request import FinishReason, Sequence
+from hicache.admission import AdmissionPolicy
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
+from hicache.miss_history import MissHistory
 from hicache.policy import align_down, prefill_states
 from hicache.reservation import PageReservation, StateReservation
 
@@ -41,8 +43,18 @@ class CopyFailures:
 class PrefixWriter:
     """Writes a sequence's pages and states into the arena. The sequence pins its own path, so its stores cannot evict it."""
 
-    def __init__(self, config: HiCacheConfig, cache: HostCache, mover: PageMover, counters: CacheCounters, keep_tokens: int) -> None:
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        cache: HostCache,
+        mover: PageMover,
+        counters: CacheCounters,
+        admission: AdmissionPolicy,
+        misses: MissHistory,
+        keep_tokens: int,
+    ) -> None:
         self._config, self._cache, self._mover, self._counters = config, cache, mover, counters
+        self._admission, self._misses = admission, misses
         self._keep_tokens, self._page_tokens = keep_tokens, cache.page_tokens
 
     def store_pages(self, seq: Sequence, match: Match, start: int, end: int) -> None:
@@ -53,13 +65,18 @@ class PrefixWriter:
         index.pin(present)
         match.path += present
         first = len(match.path)
+        admitted = first + self._admission.admits(match.keys[first:upto])
+        if admitted < upto:
+            self._counters.store_skipped["threshold"] += upto - max(admitted, start // size)
+            upto = admitted
         if first >= upto:
             return
         with PageReservation(self._cache, upto - first) as reservation:
             frames = reservation.frames
             until = first + len(frames)
             self._mover.store_pages(seq.block_table[first:until], frames)
-            reservation.commit(match.path[-1] if match.path else NONE, match.keys[first:until], first, seq.token_ids)
+            parent = match.path[-1] if match.path else NONE
+            reservation.commit(parent, match.keys[first:until], first, seq.token_ids, seq.request.cache_priority)
         self._mover.publish_pages(index, frames)
         match.path += frames
         skipped = upto - max(until, start // size)
@@ -88,8 +105,16 @@ class PrefixWriter:
             self._mover.store_state(seq.state_slot, position, reservation.frames)
             state = reservation.commit(reason)
         self._mover.publish_state(self._cache.index, state)
+        self._misses.state_stored(match.keys[len(path) - 1])
         self._counters.states_written[reason.name.lower()] += 1
         self._counters.store_bytes += self._mover.state_bytes
+
+    def states_missing(self, seq: Sequence, match: Match) -> list[bytes]:
+        """Keys of the pages at whose end an unfinished prefill has not kept the states that it would have kept."""
+        ends = [position for position, _ in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens)]
+        state_of, size = self._cache.index.state_of, self._page_tokens
+        missing = [p // size - 1 for p in {*match.wanted, *ends}]
+        return [match.keys[at] for at in missing if at >= len(match.path) or state_of[match.path[at]] == NONE]
 
     def snapshot(self, seq: Sequence, match: Match) -> None:
         """Keep the window at the last page end of a long prefill that is cut off, else its stored pages could not be entered.

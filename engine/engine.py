@@ -314,9 +314,9 @@ class Engine:
             return {"kind": kind}
         return self.cache.inject_fault(kind, **where)
 
-    def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+    def explain_prompt(self, tokens: list[int], salt: str = "", scope: str = "") -> dict[str, Any]:
         """What a prompt would restore from the host cache now, and why not more; see `hicache.explain`. Changes nothing."""
-        return self.cache.explain(tokens, salt)
+        return self.cache.explain(tokens, salt, scope)
 
     def keep_prefix(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
         """Pin what the host cache holds of a prompt for `ttl_s` seconds. Returns `pinned_tokens` and `restorable_tokens`.

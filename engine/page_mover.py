@@ -74,6 +74,11 @@ class PageMover:
         self._window = self._staging.view(-1)[: kv.state_bytes]
 
     @property
+    def ranks(self) -> memoryview | None:
+        """Where the index keeps the ranks of pages so that they outlive this process; None without a segment."""
+        return self.segment.ranks if self.segment is not None else None
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked bytes of the arena; 0 on CPU."""
         return self._open.pinned_bytes

@@ -17,24 +17,28 @@ from engine.cache_contract import PlanKind
 from engine.cache_counters import CacheCounters, arena_leaves
 from engine.cache_faults import flip
 from engine.cache_herd import Herd
+from engine.cache_keys import SequenceKeys, prompt_tokens
+from engine.cache_lookup import PrefixLookup
 from engine.cache_pins import KeptPrefixes
 from engine.cache_restore import PrefixReader, unpin_state
 from engine.cache_sources import CacheSources
 from engine.cache_store import CopyFailures, PrefixWriter
 from engine.page_mover import PageMover
 from engine.prefix_plan import Match, Plan
-from engine.request import Sequence
+from engine.request import FinishReason, Sequence
+from hicache.admission import AdmissionPolicy
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
 from hicache.explain import Explainer
 from hicache.host_cache import HostCache
-from hicache.index import NONE, StateReason
+from hicache.index import NONE
 from hicache.keys import KeySpace
+from hicache.miss_history import MissHistory
 from hicache.native_keys import open_chain
 from hicache.native_page_map import open_page_map
 from hicache.page_map import PageMap
-from hicache.peers import PeerMatch
-from hicache.policy import Miss, align_down, chunk_states, restore_cap
+from hicache.policy import Miss, align_down, chunk_states
+from hicache.priority import UNUSED
 from hicache.replay import WindowReplay
 from hicache.restore_budget import RestoreBudget
 from hicache.segment import CacheHome
@@ -42,8 +46,6 @@ from hicache.sizing import arena_bytes
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
-
-_MAX_KEY_MEMOS = 4096  # waiting sequences whose keys are remembered between planning attempts
 
 
 class PrefixCache:
@@ -87,24 +89,42 @@ class PrefixCache:
             self._interval,
             self.mover.forget,
             self.mover.num_usable,
+            segmented=config.eviction == "slru",
+            scan_share=config.scan_share,
+            audit_tokens=config.audit == "full",
+            ranks=self.mover.ranks,
+            clock=clock,
         )
         self.sources = CacheSources(config, self._keys, self.cache, self.mover, home, clock)
         self.counters = CacheCounters()
         self._failures = CopyFailures(self.counters)
-        self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, keep_tokens)
+        self._admission = AdmissionPolicy(config.store_threshold)
+        self._misses = MissHistory(lambda key: self.cache.index.find(key) != NONE)
+        self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, self._admission, self._misses, keep_tokens)
         self._answers = AnswerWriter(config, self.cache, self._writer, self._keys)
-        self._herd = Herd(config, self._page_tokens, keep_tokens, clock)
-        self._budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
+        self._herd = Herd(config, self._page_tokens, keep_tokens, clock, self._admission.see)
+        budget = RestoreBudget(config.max_restore_bytes_per_step, config.max_restore_share, self.mover.restore_gb_s, clock)
         self._kept = KeptPrefixes(self.cache, clock)
         self._next_map: Callable[[int], PageMap] | None = None
         self._reader = PrefixReader(self.cache, self.mover, self.counters, self._kept)
         shape = (kv.window, kv.num_encoder_layers, self._page_tokens)
         self._replay = WindowReplay(config.replay, *shape, keep_tokens, config.min_restore_tokens)
-        self._explainer = Explainer(self.cache, self._replay, keep_tokens, config.min_restore_tokens)
+        self._explainer = Explainer(self.cache, self._replay, self._misses, keep_tokens, config.min_restore_tokens)
+        self._sequence_keys = SequenceKeys(self._keys)
+        self.lookup = PrefixLookup(
+            config,
+            self.cache,
+            self.mover,
+            self._sequence_keys,
+            self.sources,
+            self._herd,
+            self._replay,
+            self._misses,
+            budget,
+            keep_tokens,
+        )
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
-        self._fetched: dict[int, int] = {}  # waiting sequence -> tokens that were there before the disk was asked for more
-        self._memos: dict[int, tuple[int, int, list[bytes]]] = {}
         self._drops: dict[int, int] = {}  # running sequence -> `index.drops` when it restored
 
     def hash_compiled(self, build_dir: Path) -> None:
@@ -124,62 +144,11 @@ class PrefixCache:
         self._planned[seq.seq_id] = match
         if self._failures.off:
             return Plan(PlanKind.MISS, 0, Miss.COPY_ERROR, match)
-        index, request, began = self.cache.index, seq.request, time.perf_counter()
-        if request.cache_read or request.cache_write:
-            match.keys = self._keys_of(seq)
-            if self._budget.exhausted and request.cache_read and index.match(match.keys[:1]):
-                self._budget.charge(time.perf_counter() - began)
-                return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # looking up all of it in every step would cost more than it saves
-            match.path = index.match(match.keys)
-            index.pin(match.path)
-        if not request.cache_read:
-            return Plan(PlanKind.MISS, 0, Miss.BYPASS, match)
-        state, miss = self.cache.restore_point(match.path, seq.prefill_len, self._keep_tokens, self._config.min_restore_tokens)
-        tokens = index.position[state] if state != NONE else 0
-        match.replay_end = self._replay.end(match.keys, len(match.path), seq.prefill_len, tokens)
-        if match.replay_end:
-            tokens, state, miss = match.replay_end - self._replay.tokens, NONE, None
-        match.peer = self._find_at_peer(seq, match, tokens)
-        if match.peer is not None:
-            tokens, state, miss, match.replay_end = match.peer.tokens, NONE, None, 0
-        if self._herd.holds(seq, match, tokens):
-            return Plan(PlanKind.HOLD, 0, "in_flight", match)
-        if self._comes_from_disk(seq, match, tokens):
-            return Plan(PlanKind.HOLD, 0, "disk", match)
-        if miss is not None:
-            return Plan(PlanKind.MISS, 0, miss, match)
-        if not self._budget.allows(self._restore_bytes(match, tokens)):
-            self._budget.charge(time.perf_counter() - began)
-            return Plan(PlanKind.HOLD, 0, "restore_budget", match)
-        match.plan_seconds = time.perf_counter() - began
-        if match.peer is not None:
-            return Plan(PlanKind.HIT, tokens, "peer", match)
-        if match.replay_end:
-            return Plan(PlanKind.HIT, tokens, f"{self._replay.mode}_replay", match)
-        index.pin_state(state)
-        match.state = state
-        return Plan(PlanKind.HIT, tokens, StateReason(index.reason[state]).name.lower(), match)
-
-    def _find_at_peer(self, seq: Sequence, match: Match, own_tokens: int) -> PeerMatch | None:
-        """A lease on what another rank holds of the prompt, when it reaches further than our own arena."""
-        cap = restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens)
-        least = max(own_tokens + self._page_tokens, self._config.min_restore_tokens)
-        return self.sources.lease(match.keys, cap // self._page_tokens, least) if cap >= least else None
-
-    def _comes_from_disk(self, seq: Sequence, match: Match, tokens: int) -> bool:
-        """Whether the disk is bringing more of the prompt than the `tokens` that could be restored now."""
-        disk = self.sources.disk
-        if disk is None:
-            return False
-        most_pages = restore_cap(seq.prefill_len, self._keep_tokens, self._page_tokens) // self._page_tokens
-        coming = disk.fetch(match.keys, seq.token_ids, match.path, most_pages, tokens, self._keys.epoch)
-        if coming:
-            self._fetched.setdefault(seq.seq_id, tokens)
-        return coming
+        return self.lookup.find(seq, match)
 
     def begin_step(self, *, decoding: bool = False) -> None:
         """A scheduling step begins: what it may restore is bounded, see `RestoreBudget`. Without this call there is no limit."""
-        self._budget.begin_step(decoding=decoding)
+        self.lookup.budget.begin_step(decoding=decoding)
         if self._next_map is not None:
             self.cache.index.use_map(self._next_map(self.cache.pool.num_frames))
             self._next_map = None
@@ -189,23 +158,7 @@ class PrefixCache:
             self.cache.pool.add(frames)
         self.cache.pool.collect_leased()
         self._kept.expire()
-
-    def _restore_bytes(self, match: Match, tokens: int) -> int:
-        if tokens == 0:
-            return 0
-        num_pages = (match.replay_end or tokens) // self._page_tokens
-        return num_pages * self.mover.row_bytes + (0 if match.replay_end else self.mover.state_bytes)
-
-    def _keys_of(self, seq: Sequence) -> list[bytes]:
-        """Page keys of the tokens to prefill, remembered between planning attempts."""
-        memo = self._memos.get(seq.seq_id)
-        if memo is not None and memo[:2] == (seq.prefill_len, self._keys.epoch):
-            return memo[2]
-        keys = self._keys.page_keys(_prompt(seq), seq.request.cache_salt)
-        while len(self._memos) >= _MAX_KEY_MEMOS:
-            self._memos.pop(next(iter(self._memos)))
-        self._memos[seq.seq_id] = (seq.prefill_len, self._keys.epoch, keys)
-        return keys
+        self.cache.expire()
 
     def abandon(self, plan: Plan) -> None:
         """The scheduler cannot admit the sequence now: unpin; no counter moves."""
@@ -225,11 +178,11 @@ class PrefixCache:
         tokens, reason, drops = plan.restore_tokens, plan.reason, self.cache.index.drops
         if tokens:
             tokens, reason = self._try_copy_in(seq, match, tokens, reason)
-            self.counters.restored(self._restore_bytes(match, tokens), time.perf_counter() - began)
+            self.counters.restored(self.lookup.restore_bytes(match, tokens), time.perf_counter() - began)
         if tokens and match.state != NONE:
             self.sources.note_hit(match.keys[tokens // self._page_tokens - 1])
         unpin_state(self.cache, match)
-        self._count_admission(seq, tokens, reason)
+        self._count_admission(seq, match, tokens, reason)
         seq.num_computed = tokens
         self._drops[seq.seq_id] = drops if tokens else self.cache.index.drops
         self._set_replay(seq, match, tokens)
@@ -239,9 +192,9 @@ class PrefixCache:
         if seq.request.cache_write and not self._approximates(seq):
             self._begin(seq, match, tokens)
         else:
-            self._release(match)
+            self._release(match, used=True)
         if plan.restore_tokens:
-            self._budget.spend(self._restore_bytes(match, tokens), match.plan_seconds + time.perf_counter() - began)
+            self.lookup.budget.spend(self.lookup.restore_bytes(match, tokens), match.plan_seconds + time.perf_counter() - began)
 
     def _set_replay(self, seq: Sequence, match: Match, tokens: int) -> None:
         """The prefill starts at `tokens`: whether that is a replay, or the end of what was restored."""
@@ -255,14 +208,16 @@ class PrefixCache:
         """Whether what the sequence computes follows an approximate window."""
         return seq.entries_start > 0 and self._replay.approximate
 
-    def _count_admission(self, seq: Sequence, tokens: int, reason: str) -> None:
-        before = self._fetched.pop(seq.seq_id, tokens)
+    def _count_admission(self, seq: Sequence, match: Match, tokens: int, reason: str) -> None:
+        before = self.lookup.fetched.pop(seq.seq_id, tokens)
         if seq.cached_tokens is None and tokens > before and reason != "peer":
             self.counters.disk_tokens += tokens - before
         self.counters.admitted(seq, tokens, reason)
         held_s = self._herd.admitted(seq.seq_id)
         if held_s is not None:
             self.counters.held(held_s)
+        elif seq.request.cache_write and seq.cached_tokens is None:
+            self._admission.see(match.keys)
 
     def _try_copy_in(self, seq: Sequence, match: Match, tokens: int, reason: str) -> tuple[int, str]:
         """(tokens restored, reason). 0 when a copy failed or brought wrong bytes: then all is computed anew."""
@@ -305,7 +260,7 @@ class PrefixCache:
                 self._failures.worked()
             except MachineError as error:  # what was reserved is free again; what was stored before stays
                 self._failures.failed(error)
-            self.counters.store_seconds += time.perf_counter() - began
+            self.counters.stored_for(time.perf_counter() - began)
         self._herd.progress(seq.seq_id, max(end, seq.entries_start))
         if done:
             self._close(seq.seq_id)
@@ -316,7 +271,9 @@ class PrefixCache:
             self._writer.store_state(seq, match, end, match.wanted[end])
         if done:
             self._writer.store_end_states(seq, match)
-            self._explainer.remember(_prompt(seq), seq.request.cache_salt)
+            self._explainer.remember(prompt_tokens(seq), seq.request.cache_salt)
+            if match.path and (scoped := self._sequence_keys.scoped(seq)) is not None:
+                self._misses.prompt_stored(scoped, match.keys[0])
 
     # -- end ---------------------------------------------------------------------------------------------------------------
 
@@ -331,47 +288,51 @@ class PrefixCache:
                     self._writer.snapshot(seq, match)
                 except MachineError as error:
                     self._failures.failed(error)
+                if seq.finish_reason is FinishReason.ABORT:
+                    self._misses.cut_off(self._writer.states_missing(seq, match))
             self._close(seq.seq_id)
         elif sound and not self._failures.off and not self._approximates(seq) and self._answers.wanted(seq):
             self._store_answer(seq)
         self._release(self._planned.pop(seq.seq_id, None))
-        self._memos.pop(seq.seq_id, None)
+        self._sequence_keys.forget(seq.seq_id)
         self._herd.forget(seq.seq_id)
-        self._fetched.pop(seq.seq_id, None)
+        self.lookup.fetched.pop(seq.seq_id, None)
 
     def _store_answer(self, seq: Sequence) -> None:
-        began, memo = time.perf_counter(), self._memos.get(seq.seq_id)
-        if memo is None or memo[:2] != (seq.prefill_len, self._keys.epoch):
-            return  # the cache was reset meanwhile, or thousands of prompts wait and the keys were let go
+        began, keys = time.perf_counter(), self._sequence_keys.known(seq)
+        if keys is None:
+            return
         try:
-            self._answers.store(seq, memo[2], memo[1])
+            self._answers.store(seq, keys, self._keys.epoch)
             self._failures.worked()
         except MachineError as error:
             self._failures.failed(error)
-        self.counters.store_seconds += time.perf_counter() - began
+        self.counters.stored_for(time.perf_counter() - began)
 
     def _close(self, seq_id: int) -> None:
         """The prefill is over: nothing of it is pinned or awaited any more. Letting go of a long path takes time from others, too."""
         began = time.perf_counter()
         self._herd.drop_leader(seq_id)
-        self._release(self._active.pop(seq_id, None))
-        self._budget.charge(time.perf_counter() - began)
+        self._release(self._active.pop(seq_id, None), used=True)
+        self.lookup.budget.charge(time.perf_counter() - began)
 
-    def _release(self, match: Match | None) -> None:
+    def _release(self, match: Match | None, *, used: bool = False) -> None:
+        """Unpin what a match holds. used: its sequence was admitted, so that its priority counts."""
         if match is not None:
             if match.peer is not None:
                 match.peer.peer.release(match.peer)
                 match.peer = None
             unpin_state(self.cache, match)
-            self.cache.unpin(match.path)
+            self.cache.unpin(match.path, match.use() if used and match.epoch == self._keys.epoch else UNUSED)
             match.path = []
 
     def reset(self) -> None:
-        """Forget every stored prefix in O(1). Old entries leave by recency; running sequences keep what they restored."""
+        """Forget every stored prefix in O(1). Old entries leave first; running sequences keep what they restored."""
         self._keys.reset()
+        self.cache.forget()
         self._kept.clear()
         self.sources.remember_epoch()
-        self._memos.clear()
+        self._sequence_keys.clear()
         self._herd.clear()
 
     def close(self) -> None:
@@ -381,9 +342,10 @@ class PrefixCache:
 
     # -- what people look at -----------------------------------------------------------------------------------------------
 
-    def explain(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+    def explain(self, tokens: list[int], salt: str = "", scope: str = "") -> dict[str, Any]:
         """What a prompt would restore now and why not more; see `hicache.explain`. Changes nothing."""
-        return self._explainer.explain(tokens, self._keys.page_keys(tokens, salt), salt)
+        scoped = self._keys.first_key(tokens, scope) if scope else None
+        return self._explainer.explain(tokens, self._keys.page_keys(tokens, salt), salt, scoped)
 
     def keep(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]:
         """Pin what is stored of a prompt, see `KeptPrefixes.keep`."""
@@ -419,8 +381,3 @@ class PrefixCache:
         if kind == "flip":
             return flip(self.cache, self.mover.arena, self.mover.row_bytes, self.mover.state_bytes, target, page, byte, count)
         return self.mover.transfer.arm(kind, count, seconds)
-
-
-def _prompt(seq: Sequence) -> list[int]:
-    """Tokens to prefill; not a copy where that is all."""
-    return seq.token_ids if len(seq.token_ids) == seq.prefill_len else seq.token_ids[: seq.prefill_len]

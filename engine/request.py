@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.errors import RequestError
+from hicache.index import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from engine.structured_output import Matcher
@@ -146,6 +148,9 @@ class Request:
 
     cache_decode: the next prompt of this conversation will begin with this prompt and its answer, token by token.
     cache_anchor_tokens: length of the leading part that other prompts are likely to share (system and tools text), 0 if unknown.
+    cache_scope: salt of all requests that may know of each other's prefixes; they hit only what has their own `cache_salt`.
+    cache_priority: 0 (goes first) to 100, how long its prefix stays in the host cache; `cache_priority_s`: when one above the default
+    ends.
     """
 
     request_id: str
@@ -154,6 +159,9 @@ class Request:
     cache_read: bool = True
     cache_write: bool = True
     cache_salt: str = ""
+    cache_scope: str = ""
+    cache_priority: int = DEFAULT_PRIORITY
+    cache_priority_s: float = math.inf
     cache_anchor_tokens: int = 0
     cache_decode: bool = False
     grammar: Grammar | None = None

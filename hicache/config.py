@@ -42,6 +42,15 @@ class HiCacheConfig:
         "Also store generated answers: where the next prompt of the conversation is known to contain them, always, or never.",
         choices=("auto", "on", "off"),
     )
+    store_threshold: int = knob(1, "Store a page from that many requests with it on; 1 stores all.", unit="requests", ge=1)
+    eviction: str = knob(
+        "lru",
+        "What leaves first: what was used longest ago, or of that what was not used again since it was stored.",
+        choices=("lru", "slru"),
+    )
+    scan_share: float = knob(
+        0.25, "A prompt that stores more than this share of the arena leaves before all others; 1 treats all alike.", unit="1", gt=0, le=1
+    )
     replay: str = knob(
         "off",
         "What a prompt does whose stored pages reach further than the last window state: compute from that state on, recompute one window "

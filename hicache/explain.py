@@ -9,6 +9,8 @@ from typing import Any
 
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
+from hicache.miss_history import MissHistory
+from hicache.policy import restore_cap
 from hicache.replay import WindowReplay
 
 REMEMBERED_PROMPTS = 64
@@ -21,7 +23,8 @@ class Explainer:
     keep_tokens, min_restore_tokens: as in the restore rule.
     """
 
-    def __init__(self, cache: HostCache, replay: WindowReplay, keep_tokens: int, min_restore_tokens: int) -> None:
+    def __init__(self, cache: HostCache, replay: WindowReplay, misses: MissHistory, keep_tokens: int, min_restore_tokens: int) -> None:
+        self._misses = misses
         self._cache, self._replay, self._keep_tokens, self._min_restore_tokens = cache, replay, keep_tokens, min_restore_tokens
         self._prompts: deque[tuple[str, array[int]]] = deque(maxlen=REMEMBERED_PROMPTS)
 
@@ -32,8 +35,11 @@ class Explainer:
             self._prompts.pop()
         self._prompts.append((salt, prompt))
 
-    def explain(self, tokens: Sequence[int], keys: Sequence[bytes], salt: str) -> dict[str, Any]:
-        """The record of one prompt. `first_difference` is None when no remembered prompt shares a beginning, or none parts from it."""
+    def explain(self, tokens: Sequence[int], keys: Sequence[bytes], salt: str, scoped: bytes | None = None) -> dict[str, Any]:
+        """The record of one prompt. `first_difference` is None when no remembered prompt shares a beginning, or none parts from it.
+
+        scoped: see `MissHistory`.
+        """
         index, size = self._cache.index, self._cache.page_tokens
         path = index.match(keys)
         state, miss = self._cache.restore_point(path, len(tokens), self._keep_tokens, self._min_restore_tokens)
@@ -41,12 +47,15 @@ class Explainer:
         replay_end = self._replay.end(keys, len(path), len(tokens), restored)
         if replay_end:
             restored, miss = replay_end - self._replay.tokens, None
+        if miss is not None:
+            miss = self._misses.refine(miss, keys[: restore_cap(len(tokens), self._keep_tokens, size) // size], scoped)
         states = [(index.position[s], StateReason(index.reason[s]).name.lower()) for s in index.states_on(path)]
         return {
             "prompt_tokens": len(tokens),
             "matched_pages": len(path),
             "matched_tokens": len(path) * size,
             "states": [{"position": position, "reason": reason} for position, reason in states],
+            "priority": index.priority(path[-1]) if path else None,
             "restore_tokens": restored,
             "replay": {"mode": str(self._replay.mode), "end": replay_end, "tokens": self._replay.tokens} if replay_end else None,
             "miss": miss.value if miss is not None else "",

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hicache.host_pool import FramePool, Owner
-from hicache.index import NONE, PrefixIndex, StateReason
+from hicache.index import DEFAULT_PRIORITY, NONE, PrefixIndex, Ranks, StateReason
+from hicache.page_tokens import PageTokens
 from hicache.policy import Miss, dispensable_intervals, page_goes_from, restore_cap, superseded, surplus_fork
+from hicache.priority import INHERITED_S, UNUSED, RaisedPaths, Use
+
+# One eviction by itself costs ten times what it costs among others, so a few pages of a large arena leave together, before they have to.
+_AHEAD_SHARE, _MOST_AHEAD = 1 / 1024, 64
 
 
 class HostCache:
     """What is stored, in frames. One thread; every call is O(its own pages), eviction O(1) per entry.
 
     frames_per_state: frames that one window state fills. max_states: most states, 0 = no cap. state_interval: distance of the
-    states within a long prompt, 0 = none. on_free, num_usable: see `FramePool`.
+    states within a long prompt, 0 = none. on_free, num_usable: see `FramePool`. segmented, ranks: see `PrefixIndex`. scan_share: of all
+    frames; what a prompt with more new pages leaves behind goes before everything else of its priority. audit_tokens: remember the
+    tokens of all pages.
     """
 
     def __init__(
@@ -26,20 +34,37 @@ class HostCache:
         state_interval: int = 0,
         on_free: Callable[[Sequence[int]], None] | None = None,
         num_usable: int | None = None,
+        *,
+        segmented: bool = False,
+        scan_share: float = 1.0,
+        audit_tokens: bool = False,
+        ranks: Ranks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert frames_per_state > 0, f"frames_per_state is {frames_per_state}"
         self.page_tokens, self.frames_per_state = page_tokens, frames_per_state
         self.max_states, self.state_interval = max_states, state_interval
-        self.pool, self.index = FramePool(num_frames, on_free, num_usable), PrefixIndex(num_frames)
+        self.pool = FramePool(num_frames, on_free, num_usable)
+        page_ids = PageTokens(num_frames, page_tokens) if audit_tokens else None
+        self.index = PrefixIndex(num_frames, segmented=segmented, ranks=ranks, page_tokens=page_ids)
+        self._raised = RaisedPaths(self.index, clock)
+        self._scan_pages = scan_share * num_frames
+        self._ahead = max(1, min(_MOST_AHEAD, int(num_frames * _AHEAD_SHARE)))
         self.evicted_pages = 0
+        self.refused_priorities = 0  # paths that would have raised too much of the arena
         self.evicted_frames: Counter[str] = Counter()
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of everything that is known about frames."""
+        return self.index.metadata_bytes + self.pool.metadata_bytes + self._raised.num_bytes
 
     def make_room(self, count: int) -> bool:
         """Evict until `count` frames are free. False when too little is evictable; what was evicted stays evicted."""
         index = self.index
         while (need := count - self.pool.num_free) > 0:
             state, newest_stamp = self._cheap_state()
-            frames = index.evict_pages(need, newest_stamp)
+            frames = index.evict_pages(max(need, self._ahead), newest_stamp)
             if frames:
                 self._free_pages(frames)
             elif state != NONE:
@@ -49,12 +74,16 @@ class HostCache:
         return True
 
     def _cheap_state(self) -> tuple[int, int]:
-        """The least recent state that may be evicted alone (-1: none), and the clock up to which pages go before it."""
+        """The state that may be evicted alone (-1: none), and the clock up to which pages go before it: all when it has the higher
+        priority, none when it has the lower one."""
         index = self.index
         full_worth = self.frames_per_state * self.page_tokens
         while (state := index.oldest_state()) != NONE:
             worth = index.worth(state, self.frames_per_state)
             if worth < full_worth:
+                above = index.priority(index.parent[state]) - index.lowest_page_priority()
+                if above:
+                    return state, index.clock if above > 0 else NONE
                 return state, index.clock - page_goes_from(index.clock - index.stamp[state], worth, full_worth)
             index.unlist_state(state)  # it saves more than its memory costs: it leaves with its page
         return NONE, index.clock
@@ -74,8 +103,35 @@ class HostCache:
         self.evicted_frames[f"state/{why}"] += len(frames)
         self.pool.free(frames)
 
-    def unpin(self, path: Sequence[int]) -> None:
-        self.pool.free(self.index.unpin(path))
+    def unpin(self, path: Sequence[int], use: Use = UNUSED) -> None:
+        """Let go of a path; `use` says how long it is to stay."""
+        priority = use.priority
+        if priority > DEFAULT_PRIORITY:
+            if self._raised.allows(path):
+                self._raised.raise_for(path, use.seconds)
+            else:
+                priority = DEFAULT_PRIORITY
+                self.refused_priorities += 1
+        self.pool.free(self.index.unpin(path, priority, use.num_hit))
+        if len(path) - use.num_hit > self._scan_pages and use is not UNUSED:
+            self.index.retire(path[use.num_hit :])
+
+    def expire(self) -> None:
+        """Raised priorities whose time is over end. O(1) while there are none."""
+        self._raised.expire()
+
+    def inherit(self, frames: Sequence[int]) -> None:
+        """Pages that a former owner of the arena left were adopted, with the ranks that they had."""
+        index = self.index
+        index.list_adopted(frames)
+        raised = sorted(filter(index.is_raised, frames), key=index.position.__getitem__)
+        if raised:
+            self._raised.raise_for(raised, INHERITED_S)
+
+    def forget(self) -> None:
+        """Nothing that is stored will be looked for any more: it leaves before what comes."""
+        self._raised.clear()
+        self.index.forget_ranks()
 
     def drop(self, page: int) -> None:
         """Forget a page whose bytes are wrong, and everything below it."""
@@ -158,7 +214,16 @@ class HostCache:
             children[parent] += parent != NONE
             assert parent == NONE or parent in pages, f"page {page} lost its parent {parent}"
             assert parent == NONE or index.ref[parent] >= index.ref[page], f"page {page} is pinned more often than its parent"
+            pinned = index.ref[page] > 0  # the ranks of a pinned path are settled with its last pin
+            assert parent == NONE or pinned or index.rank[parent] >= index.rank[page], f"page {page} ranks above its parent"
         assert all(index.num_children[p] == children[p] for p in pages)
+        of_rank = Counter(index.rank[p] for p in pages)
+        if not index.has_dropped(list(pages)):
+            assert {rank: n for rank, n in enumerate(index.pages_of_rank) if n} == dict(of_rank)
+            assert index.num_raised == sum(map(index.is_raised, pages))
+            assert index.num_protected == sum(index.rank[p] & 1 for p in pages)
+            reached = {page for state in states for page in index.path_to(index.parent[state])}
+            assert index.num_unreachable == len(pages - reached)
         listed = list(index.by_recency())
         assert set(listed) == {p for p in pages if index.ref[p] == 0}
         rank = {page: i for i, page in enumerate(listed)}

@@ -113,6 +113,10 @@ class KeySpace:
             return hash_chain(root, packed, self.page_tokens, extras)
         return self.chain(root, packed, self.page_tokens)
 
+    def first_key(self, tokens: Sequence[int], salt: str = "") -> bytes | None:
+        """Key of the first page; None when there is no full one."""
+        return next(iter(self.page_keys(tokens[: self.page_tokens], salt)), None)
+
     def extend(self, keys: list[bytes], tokens: Sequence[int], salt: str = "") -> list[bytes]:
         """`keys` of the leading pages of `tokens`, followed by those of all other full pages."""
         if not keys:

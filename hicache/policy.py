@@ -16,6 +16,8 @@ class Miss(StrEnum):
     NO_PAGE = "no_page"  # nothing of it is stored
     NO_STATE = "no_state"  # pages are stored, but no state among them
     KEEP_CAP = "keep_cap"  # the only states lie inside the tokens that must be recomputed
+    TENANT = "tenant"  # it is stored under another salt of the same API key
+    ABORTED = "aborted"  # the prefill that would have left a state for it was cut off
     AUDIT = "audit"  # stored bytes failed their checksum
     COPY_ERROR = "copy_error"  # the copy failed, or the cache was switched off after several that did
 

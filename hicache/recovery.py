@@ -31,7 +31,7 @@ def recover(cache: HostCache, records: Records, intact: Callable[[int, Record], 
     states = _states(cache, found, pages, intact)
     used = {*pages, *(frame for frames in states.values() for frame in frames)}
     cache.pool.hold(pages, Owner.PAGE)
-    cache.index.list_adopted(pages)
+    cache.inherit(pages)
     for page, frames in states.items():
         cache.pool.hold(frames, Owner.STATE)
         cache.index.add_state(page, frames, StateReason(found[frames[0]].reason))

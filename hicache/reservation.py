@@ -8,7 +8,7 @@ from typing import Self
 
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
-from hicache.index import StateReason
+from hicache.index import DEFAULT_PRIORITY, StateReason
 
 
 class PageReservation:
@@ -32,12 +32,17 @@ class PageReservation:
             self._open = False
             self._cache.pool.free(self.frames)
 
-    def commit(self, parent: int, keys: Sequence[bytes], first_page: int, tokens: Sequence[int]) -> list[int]:
-        """Insert pages `first_page`, ... of the prompt `tokens` below `parent` (-1: none). Returns their frames."""
+    def commit(
+        self, parent: int, keys: Sequence[bytes], first_page: int, tokens: Sequence[int], priority: int = DEFAULT_PRIORITY
+    ) -> list[int]:
+        """Insert pages `first_page`, ... of the prompt `tokens` below `parent` (-1: none). Returns their frames.
+
+        priority: a lower one than the default; a higher one comes with the whole path's `unpin`.
+        """
         assert self._open, "the reservation is closed"
         self._open = False
         self._cache.pool.assign(self.frames, Owner.PAGE)
-        self._cache.index.insert(parent, self.frames, keys, first_page, tokens, self._cache.page_tokens)
+        self._cache.index.insert(parent, self.frames, keys, first_page, tokens, self._cache.page_tokens, min(priority, DEFAULT_PRIORITY))
         return self.frames
 
 

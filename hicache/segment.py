@@ -1,4 +1,4 @@
-"""Shared memory that outlives a rank: header, one record per frame, change log, leases, and the frames themselves.
+"""Shared memory that outlives a rank: header, one record per frame, change log, ranks, leases, and the frames themselves.
 
 A file in a memory file system, readable by its owner only. The rank that holds its lock is its only writer; peers map it read-only
 apart from their own row of leases. A rank that is started again maps what the killed one left, after checking that the bytes were made
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hicache.errors import MachineError
 
-MAGIC, SCHEMA = b"DIXHIC\0\1", 2  # 2: states at the end of answers, a reason that readers of 1 do not know
+MAGIC, SCHEMA = b"DIXHIC\0\1", 3  # 2: states at the end of answers; 3: ranks of pages
 HEADER_BYTES, RECORD_BYTES, LOG_ENTRIES = 4096, 64, 1 << 16
 _FIXED = struct.Struct("<8sIIIIQQ32s")  # magic, schema, page tokens, frames per state, ranks, frame bytes, frames, proof
 _EPOCH_AT, _ORIGIN_AT, MAX_ORIGIN = 256, 512, 2048
@@ -69,8 +69,12 @@ class Layout:
         return self.generations_at + _round(4 * self.num_frames)
 
     @property
-    def leases_at(self) -> int:
+    def ranks_at(self) -> int:
         return self.log_at + _round(8 + 4 * LOG_ENTRIES)
+
+    @property
+    def leases_at(self) -> int:
+        return self.ranks_at + _round(self.num_frames)
 
     @property
     def data_at(self) -> int:
@@ -110,6 +114,11 @@ class Segment:
     def epoch(self, value: int) -> None:
         struct.pack_into("<Q", self.mapping, _EPOCH_AT, value)
         struct.pack_into("<Q", self.mapping, _EPOCH_AT + 8, value)
+
+    @property
+    def ranks(self) -> memoryview:
+        """One byte per frame, the owner's: see `PrefixIndex`. Each is whole, whenever its writer was killed."""
+        return memoryview(self.mapping)[self.layout.ranks_at : self.layout.ranks_at + self.layout.num_frames]
 
     def reserve(self, frame: int) -> None:
         """Make sure that frames up to `frame` have memory behind them.

@@ -10,17 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hicache.admission import AdmissionPolicy
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.policy import chunk_states, prefill_states, restore_cap
+from hicache.priority import Use
 from hicache.replay import WindowReplay
 from hicache.reservation import PageReservation, StateReservation
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCache:
-    """The cache to imagine. Sizes as the live one has them; forks, interval and replay as the knobs of the same names.
+    """The cache to imagine. Sizes as the live one has them; the others as the knobs of the same names.
 
     window, encoder_layers: of the model, for replays.
     """
@@ -33,6 +35,9 @@ class SimulatedCache:
     states_per_path: int = 6
     state_interval_tokens: int = 16384
     store_tail_state: bool = True
+    store_threshold: int = 1
+    eviction: str = "lru"
+    scan_share: float = 0.25
     replay: str = "off"
     window: int = 128
     encoder_layers: int = 20
@@ -79,7 +84,15 @@ class _Simulator:
         self.shape = shape
         interval = shape.state_interval_tokens // shape.page_tokens * shape.page_tokens
         self.interval = interval
-        self.cache = HostCache(shape.num_frames, shape.page_tokens, shape.frames_per_state, state_interval=interval)
+        self.cache = HostCache(
+            shape.num_frames,
+            shape.page_tokens,
+            shape.frames_per_state,
+            state_interval=interval,
+            segmented=shape.eviction == "slru",
+            scan_share=shape.scan_share,
+        )
+        self.admission = AdmissionPolicy(shape.store_threshold)
         self.keys = KeySpace("simulation", "", shape.page_tokens)
         self.replay = WindowReplay(
             shape.replay, shape.window, shape.encoder_layers, shape.page_tokens, shape.keep_tokens, shape.min_restore_tokens
@@ -92,6 +105,7 @@ class _Simulator:
         shape, index, num_tokens = self.shape, self.cache.index, len(prompt.tokens)
         keys = self.keys.page_keys(prompt.tokens)
         path = index.match(keys)
+        num_hit = len(path)
         index.pin(path)
         state, _ = self.cache.restore_point(path, num_tokens, shape.keep_tokens, shape.min_restore_tokens)
         restored = index.position[state] if state != NONE else 0
@@ -101,9 +115,10 @@ class _Simulator:
         elif state != NONE:
             index.touch_state(state)
         self._count(keys, num_tokens, restored)
+        self.admission.see(keys)
         if not (replay_end and self.replay.approximate):
             self._store(prompt, keys, path, restored, replay_end)
-        self.cache.unpin(path)
+        self.cache.unpin(path, Use(num_hit=num_hit))
 
     def _replay(self, keys: list[bytes], path: list[int], num_tokens: int, restored: int) -> int:
         """Where the pages of a replay end, 0 without one."""
@@ -139,6 +154,7 @@ class _Simulator:
 
     def _store_pages(self, path: list[int], keys: list[bytes], tokens: Sequence[int]) -> None:
         first = len(path)
+        keys = keys[: first + self.admission.admits(keys[first:])]
         with PageReservation(self.cache, max(0, len(keys) - first)) as reservation:
             until = first + len(reservation.frames)
             path += reservation.commit(path[-1] if path else NONE, keys[first:until], first, tokens)

@@ -231,7 +231,7 @@ class Life:
         assert stats["hit_tokens_total"] <= stats["lookup_tokens_total"]
         assert stats["pinned_sequences"] <= len(self.live)
         known = {seq.seq_id for seq, _ in self.live.values()}
-        assert {*self.cache._planned, *self.cache._active, *self.cache._memos, *self.cache._fetched} <= known
+        assert {*self.cache._planned, *self.cache._active, *self.cache._sequence_keys._known, *self.cache.lookup.fetched} <= known
 
     def drain(self, most_steps: int = 5000) -> None:
         """Without new requests everything ends, and then nothing is held: no block, no slot, no reserved frame, no pin but kept ones."""

@@ -135,7 +135,7 @@ def test_request_that_must_not_be_stored_stores_no_answer_either() -> None:
 
 
 def test_prompt_that_was_evicted_meanwhile_is_stored_again_with_its_answer() -> None:
-    cache = make_cache(num_frames=40)
+    cache = make_cache(num_frames=40, scan_share=1.0)
     seq = answered(cache, PROMPT, ANSWER)
     blocks = device(cache).blocks.clone()
     for number in range(6):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -19,9 +21,11 @@ from tests.hicache.fake_kv import FakeKV, make_sequence
 BLOCK, KEEP, FRAME = 4, 6, 4096
 
 
-def make_cache(kv: FakeKV | None = None, num_frames: int = 200, **knobs: object) -> PrefixCache:
+def make_cache(
+    kv: FakeKV | None = None, num_frames: int = 200, clock: Callable[[], float] = time.monotonic, **knobs: object
+) -> PrefixCache:
     config = HiCacheConfig(**{"min_restore_tokens": 1, "audit": "full", **knobs})  # type: ignore[arg-type]
-    return PrefixCache(config, kv or FakeKV(), "model", KEEP, num_bytes=num_frames * FRAME)  # type: ignore[arg-type]
+    return PrefixCache(config, kv or FakeKV(), "model", KEEP, num_bytes=num_frames * FRAME, clock=clock)  # type: ignore[arg-type]
 
 
 def device(cache: PrefixCache) -> FakeKV:

@@ -268,7 +268,7 @@ def test_restores_beyond_the_steps_budget_wait_for_the_next_step() -> None:
 def test_restores_beside_decoding_wait_until_the_last_one_is_paid_off() -> None:
     clock = Clock()
     cache = herd_cache(clock)
-    cache._budget = RestoreBudget(2**30, 0.05, 1e-6, clock)  # 1 kB/s
+    cache.lookup.budget = RestoreBudget(2**30, 0.05, 1e-6, clock)  # 1 kB/s
     run(cache, SHARED)
     first, second, other = (make_sequence(next(_ids), tokens) for tokens in (SHARED, SHARED, [*range(500, 560)]))
     cache.begin_step(decoding=True)
@@ -294,9 +294,9 @@ def test_time_spent_on_letting_go_of_a_restored_path_is_paid_off_as_well() -> No
     run(cache, SHARED)
     first, second = (make_sequence(next(_ids), SHARED) for _ in range(2))
     admit(cache, first)
-    cache._budget = RestoreBudget(2**30, 0.05, 1.0, clock)
+    cache.lookup.budget = RestoreBudget(2**30, 0.05, 1.0, clock)
     cache.begin_step(decoding=True)
-    assert not cache._budget.exhausted
+    assert not cache.lookup.budget.exhausted
     cache.finish(first)
     assert cache.plan(second).kind is PlanKind.HOLD  # the clock stands still, so nothing was paid
     cache.finish(second)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Tokens
 import torch
 
 from engine.request import Request, SamplingParams, Sequence
+from hicache.index import DEFAULT_PRIORITY
 
 
 def expand(seed: bytes, num_bytes: int) -> torch.Tensor:
@@ -74,10 +75,30 @@ class FakeKV:
 
 
 def make_sequence(
-    seq_id: int, tokens: Tokens[int], *, read: bool = True, write: bool = True, salt: str = "", block_size: int = 4, first_block: int = 1
+    seq_id: int,
+    tokens: Tokens[int],
+    *,
+    read: bool = True,
+    write: bool = True,
+    salt: str = "",
+    scope: str = "",
+    priority: int = DEFAULT_PRIORITY,
+    seconds: float = math.inf,
+    block_size: int = 4,
+    first_block: int = 1,
 ) -> Sequence:
     """A sequence with its blocks and slot allocated."""
-    request = Request(f"r{seq_id}", list(tokens), SamplingParams(), cache_read=read, cache_write=write, cache_salt=salt)
+    request = Request(
+        f"r{seq_id}",
+        list(tokens),
+        SamplingParams(),
+        cache_read=read,
+        cache_write=write,
+        cache_salt=salt,
+        cache_scope=scope,
+        cache_priority=priority,
+        cache_priority_s=seconds,
+    )
     seq = Sequence(seq_id, request, 0.0, 0, list(tokens), len(tokens), len(tokens))
     seq.block_table = list(range(first_block, first_block + -(-len(tokens) // block_size)))
     seq.state_slot = 1

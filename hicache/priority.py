@@ -1,0 +1,87 @@
+"""How long a stored prefix is kept compared with others: what requests ask for, and when a raised priority ends.
+
+Priorities are a property of paths: a page ranks at least as high as the pages below it, so that whatever ranks lowest and was used
+longest ago is always a leaf.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hicache.index import DEFAULT_PRIORITY, PrefixIndex
+
+MOST_RAISED_SHARE = 0.5  # of all frames: pages above the default priority; the rest is left to traffic
+INHERITED_S = 3600.0  # what a killed rank left above the default keeps its priority that long, since the end of it is not known
+_MOST_LEASES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one sequence did with a path, which decides how long it stays.
+
+    priority: 0 (goes first) to 100. seconds: after which one above the default ends, infinity for never. num_hit: leading pages of
+    the path that were restored from, or matched before they were computed again.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    seconds: float = math.inf
+    num_hit: int = 0
+
+
+UNUSED = Use(0)  # a path that was looked at and left as it was
+
+
+class RaisedPaths:
+    """Pages above the default priority, and when they lose it. Where several requests asked, the latest end counts."""
+
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float]) -> None:
+        self._index, self._clock = index, clock
+        self._until = array("d")  # of a raised page; made when the first one is
+        self._ends: list[tuple[float, array[int]]] = []  # heap of (end, path). Ends differ, so that a page knows its lease by it
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the ends by frame; 0 until a page was raised."""
+        return self._until.itemsize * len(self._until)
+
+    def allows(self, path: Sequence[int]) -> bool:
+        """Whether one more path may be raised: pages above the default must not fill the arena."""
+        index = self._index
+        return index.num_raised + sum(not index.is_raised(frame) for frame in path) <= MOST_RAISED_SHARE * index.num_frames
+
+    def raise_for(self, path: Sequence[int], seconds: float) -> None:
+        """Pages of a path are about to rank above the default for `seconds`."""
+        if not self._until:
+            self._until = array("d", [0.0]) * self._index.num_frames
+        until, index, end = self._until, self._index, self._unused_end(self._clock() + seconds)
+        for frame in path:
+            until[frame] = max(until[frame], end) if index.is_raised(frame) else end
+        if end < math.inf:
+            heapq.heappush(self._ends, (end, array("i", path)))
+            if len(self._ends) > _MOST_LEASES:
+                self._lower(*heapq.heappop(self._ends))
+
+    def _unused_end(self, end: float) -> float:
+        taken = {other for other, _ in self._ends} if end < math.inf else ()
+        while end in taken:
+            end = math.nextafter(end, math.inf)
+        return end
+
+    def expire(self) -> None:
+        """Lower what has had its time. Called in every step; O(1) while nothing has."""
+        while self._ends and self._ends[0][0] <= self._clock():
+            self._lower(*heapq.heappop(self._ends))
+
+    def _lower(self, end: float, path: array[int]) -> None:
+        """Deepest first. A page whose end is a later one stays, and what lies below such a page ended before it."""
+        for frame in reversed(path):
+            if self._until[frame] == end and self._index.is_raised(frame):
+                self._index.lower(frame)
+
+    def clear(self) -> None:
+        """The cache was reset."""
+        self._ends.clear()
