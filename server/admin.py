@@ -132,7 +132,8 @@ async def explain_cache(front: Front, http: HttpRequest) -> Response:
     body = await front.bodies.read_object(http)
     ids, salt, tools = await _prompt(front, http, body)
     text = front.text
-    records = await front.pool.operate(lambda operation: protocol.ExplainPrompt(operation, ids, salt))
+    scope = front.tenants.scope(http.state.key_id)
+    records = await front.pool.operate(lambda operation: protocol.ExplainPrompt(operation, ids, salt, scope))
     ranks = [{"rank": rank, **described(record, text, ids, tools)} for rank, record in enumerate(records)]
     return JsonResponse({"prompt_tokens": len(ids), "ranks": ranks})
 

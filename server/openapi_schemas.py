@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hicache.index import MOST_PRIORITY
 from server.conversation import MAX_MESSAGES
 from server.fields import INT64_MAX, INT64_MIN
-from server.schemas import MAX_BIASES, MAX_CHOICES, MAX_HINT, MAX_PROMPTS, MAX_STOP_LENGTH, MAX_STOPS
+from server.schemas import MAX_BIASES, MAX_CHOICES, MAX_HINT, MAX_PIN_S, MAX_PROMPTS, MAX_STOP_LENGTH, MAX_STOPS
 from server.tools import MAX_TOOLS
 
 Schema = dict[str, Any]
@@ -47,6 +48,11 @@ def common_fields(vocab_size: int, max_tokens_limit: int) -> dict[str, Schema]:
     stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
     hint = nullable("string", maxLength=MAX_HINT)
     switches = record(read=nullable("boolean"), write=nullable("boolean"))
+    timed_priority = record(
+        ["priority"],
+        priority={"type": "integer", "minimum": 0, "maximum": MOST_PRIORITY},
+        seconds=nullable("number", exclusiveMinimum=0, maximum=MAX_PIN_S),
+    )
     return {
         "model": {"type": ["string", "null"], "description": "A served name; absent: the only one."},
         "max_tokens": limit,
@@ -79,6 +85,7 @@ def common_fields(vocab_size: int, max_tokens_limit: int) -> dict[str, Schema]:
         "user": hint,
         "prefix_cache": {"anyOf": [nullable("boolean"), switches]},
         "cache_salt": hint,
+        "cache_priority": {"anyOf": [nullable("integer", minimum=0, maximum=MOST_PRIORITY), timed_priority]},
     }
 
 

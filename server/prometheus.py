@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from server.metrics import FrontMetrics
@@ -91,10 +91,10 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "prefix_cache_resume_tokens": _leaf("prefix_cache", "resume_tokens_total"),
     "hicache_replayed_tokens": _leaf("prefix_cache", "replayed_tokens_total"),
     "hicache_restore_bytes": _leaf("prefix_cache", "restore_bytes_total"),
-    "hicache_restore_seconds": _leaf("prefix_cache", "restore_seconds_total"),
     "hicache_store_bytes": _leaf("prefix_cache", "store_bytes_total"),
-    "hicache_store_seconds": _leaf("prefix_cache", "store_seconds_total"),
     "hicache_checksum_errors": _leaf("prefix_cache", "checksum_errors_total"),
+    "hicache_token_errors": _leaf("prefix_cache", "token_errors_total"),
+    "hicache_priorities_refused": _leaf("prefix_cache", "priorities_refused_total"),
     "hicache_copy_errors": _leaf("prefix_cache", "copy_errors_total"),
     "hicache_disk_read_bytes": _leaf("prefix_cache", "disk", "read_bytes_total"),
     "hicache_disk_written_bytes": _leaf("prefix_cache", "disk", "written_bytes_total"),
@@ -102,25 +102,31 @@ NATIVE_COUNTERS: dict[str, Reader] = {
     "expert_moved_layers": _leaf("experts", "moved_layers_total"),
     "expert_moved_bytes": _leaf("experts", "moved_bytes_total"),
     "hicache_holds": _leaf("prefix_cache", "holds_total"),
-    "hicache_hold_seconds": _leaf("prefix_cache", "hold_seconds_total"),
 }
 NATIVE_GAUGES: dict[str, Reader] = {
     "expert_balance": _leaf("experts", "balance"),
     "hicache_arena_bytes": _leaf("prefix_cache", "arena_bytes"),
     "hicache_pinned_bytes": _leaf("prefix_cache", "pinned_bytes"),
     "hicache_pageable": _leaf("prefix_cache", "pageable"),
+    "hicache_pages_unreachable": _leaf("prefix_cache", "pages_unreachable"),
     "hicache_held_requests": _leaf("prefix_cache", "held_requests"),
     "hicache_disk_bytes": _leaf("prefix_cache", "disk", "bytes"),
 }
-# Leaves that are dicts of counters: (name of the label, leaf). The label's values are ours, never a client's.
-LABELLED_COUNTERS: dict[str, tuple[str, str]] = {
-    "hicache_miss": ("reason", "miss_total"),
-    "hicache_store_skipped": ("reason", "store_skipped_total"),
-    "hicache_states_written": ("reason", "states_written_total"),
-    "hicache_state_hits": ("reason", "state_hits_total"),
-    "hicache_evicted_frames": ("kind", "evicted_frames_total"),
-    "hicache_disk_errors": ("kind", "disk_errors_total"),
+# Leaves that are dicts: (names of the labels, leaf). Keys of several labels hold a slash. The labels' values are ours, never a client's.
+LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "hicache_miss": (("reason",), "miss_total"),
+    "hicache_store_skipped": (("reason",), "store_skipped_total"),
+    "hicache_states_written": (("reason",), "states_written_total"),
+    "hicache_state_hits": (("reason",), "state_hits_total"),
+    "hicache_evicted_frames": (("kind", "reason"), "evicted_frames_total"),
+    "hicache_disk_errors": (("kind",), "disk_errors_total"),
 }
+LABELLED_GAUGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "hicache_frames": (("state",), "frames"),
+    "hicache_priority_pages": (("priority",), "priority_pages"),
+    "hicache_transfer": (("name",), "transfer"),
+}
+HISTOGRAMS = ("restore_seconds", "store_seconds", "hold_seconds")  # of the cache's record: sum in `*_total`, counts in `*_buckets_total`
 
 
 class RankCollector(Collector):
@@ -144,9 +150,12 @@ class RankCollector(Collector):
             yield self._counter(f"deepinfer:{name}", read)
         for name, read in NATIVE_GAUGES.items():
             yield self._gauge(f"deepinfer:{name}", read)
-        for name, (label, leaf) in LABELLED_COUNTERS.items():
-            yield self._labelled(CounterMetricFamily, f"deepinfer:{name}", label, leaf)
-        yield self._labelled(GaugeMetricFamily, "deepinfer:hicache_frames", "state", "frames")
+        for name, (labels, leaf) in LABELLED_COUNTERS.items():
+            yield self._labelled(CounterMetricFamily, f"deepinfer:{name}", labels, leaf)
+        for name, (labels, leaf) in LABELLED_GAUGES.items():
+            yield self._labelled(GaugeMetricFamily, f"deepinfer:{name}", labels, leaf)
+        for leaf in HISTOGRAMS:
+            yield self._histogram(leaf)
         yield self._tier_hits()
         yield from self._front()
         if "vllm" in self.foreign:
@@ -176,13 +185,24 @@ class RankCollector(Collector):
             family.add_metric(self._labels(view), read(added(view.stats, view.retired)))
         return family
 
-    def _labelled(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, label: str, leaf: str) -> Metric:
+    def _labelled(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, labels: tuple[str, ...], leaf: str) -> Metric:
         """A dict of the cache's record, one sample per key. Counters include what earlier incarnations of a rank counted."""
-        family = kind(name, name.partition(":")[2].replace("_", " "), labels=(*LABELS, label))
+        family = kind(name, name.partition(":")[2].replace("_", " "), labels=(*LABELS, *labels))
         for view in self.pool.ranks:
             record = added(view.stats, view.retired) if kind is CounterMetricFamily else view.stats
             for key, value in (record["prefix_cache"].get(leaf) or {}).items():
-                family.add_metric([*self._labels(view), key], value)
+                family.add_metric([*self._labels(view), *key.split("/", len(labels) - 1)], value)
+        return family
+
+    def _histogram(self, leaf: str) -> Metric:
+        """Times that the ranks' caches have sorted by size."""
+        name = f"hicache_{leaf}"
+        family = HistogramMetricFamily(f"deepinfer:{name}", name.replace("_", " "), labels=LABELS)
+        for view in self.pool.ranks:
+            cache = added(view.stats, view.retired)["prefix_cache"]
+            buckets = list((cache.get(f"{leaf}_buckets_total") or {}).items())
+            if buckets:
+                family.add_metric(self._labels(view), buckets, cache.get(f"{leaf}_total", 0.0))
         return family
 
     def _finished(self, name: str) -> Metric:

@@ -32,11 +32,12 @@ class ResetCache(msgspec.Struct, tag="reset_cache", frozen=True):
 
 
 class ExplainPrompt(msgspec.Struct, tag="explain", frozen=True):
-    """What would this prompt restore from the prefix cache?"""
+    """What would this prompt restore from the prefix cache? scope: see `Request.cache_scope`."""
 
     operation: int
     token_ids: list[int]
     salt: str
+    scope: str = ""
 
 
 class KeepPrefix(msgspec.Struct, tag="keep", frozen=True):

@@ -51,7 +51,7 @@ class EngineLike(Protocol):
     @property
     def prefill_intervals(self) -> tuple[int, int]: ...
     def stats(self) -> dict[str, Any]: ...
-    def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]: ...
+    def explain_prompt(self, tokens: list[int], salt: str = "", scope: str = "") -> dict[str, Any]: ...
     def keep_prefix(self, tokens: list[int], salt: str, ttl_s: float) -> dict[str, Any]: ...
     def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]: ...
     def close(self) -> None: ...
@@ -137,7 +137,9 @@ class RankLoop:
         match message:
             case protocol.AddRequest(request, explain):
                 if explain:  # before the request itself leaves anything in the cache
-                    self._reply(explain, lambda: self.engine.explain_prompt(request.prompt_token_ids, request.cache_salt))
+                    self._reply(
+                        explain, lambda: self.engine.explain_prompt(request.prompt_token_ids, request.cache_salt, request.cache_scope)
+                    )
                 try:
                     self.engine.add_request(request)
                 except DixError as error:
@@ -147,8 +149,8 @@ class RankLoop:
                     self.engine.abort(request_id)
             case protocol.ResetCache(operation):
                 self._reply(operation, self._reset)
-            case protocol.ExplainPrompt(operation, token_ids, salt):
-                self._reply(operation, lambda: self.engine.explain_prompt(token_ids, salt))
+            case protocol.ExplainPrompt(operation, token_ids, salt, scope):
+                self._reply(operation, lambda: self.engine.explain_prompt(token_ids, salt, scope))
             case protocol.KeepPrefix(operation, token_ids, salt, ttl_s):
                 self._reply(operation, lambda: self.engine.keep_prefix(token_ids, salt, ttl_s))
             case protocol.SetScheduling():

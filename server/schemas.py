@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import SamplingParams
+from hicache.index import DEFAULT_PRIORITY, MOST_PRIORITY
 from server.errors import ApiError, BadRequest
 from server.fields import INT64_MAX, INT64_MIN, Fields, as_integer, token_id
 
@@ -18,7 +20,7 @@ MAX_HINT = 256
 MAX_PIN_S, DEFAULT_PIN_S = 604_800, 3_600  # a pinned prefix: a week, an hour
 DEFAULT_TOKENS_CHAT, DEFAULT_TOKENS_THINKING, DEFAULT_TOKENS_MAX_EFFORT = 8_192, 65_536, 131_072
 
-IGNORED = frozenset(["metadata", "store", "service_tier", "safety_identifier", "verbosity", "cache_priority", "prediction", "modalities"])
+IGNORED = frozenset(["metadata", "store", "service_tier", "safety_identifier", "verbosity", "prediction", "modalities"])
 RENDERED = frozenset(
     [
         "messages",
@@ -63,6 +65,7 @@ READ = frozenset(
         "user",
         "prefix_cache",
         "cache_salt",
+        "cache_priority",
         "functions",
         "function_call",
         "regex",
@@ -104,6 +107,8 @@ class CommonRequest:
     cache_read: bool
     cache_write: bool
     cache_salt: str
+    cache_priority: int
+    cache_priority_s: float
     session: str | None
     user: str
     unknown: list[str] = field(default_factory=list)
@@ -151,6 +156,7 @@ def parse_common(body: dict[str, Any], bounds: Bounds, *, chat: bool) -> CommonR
     stream, include_usage, continuous = _stream(f)
     logprobs, top_logprobs = _chat_logprobs(f) if chat else _plain_logprobs(f)
     read, write = _prefix_cache(f)
+    priority, priority_s = _cache_priority(f)
     return CommonRequest(
         model=check_model(f, bounds.served_names),
         n=f.integer("n", 1, MAX_CHOICES, 1) or 1,
@@ -176,6 +182,8 @@ def parse_common(body: dict[str, Any], bounds: Bounds, *, chat: bool) -> CommonR
         cache_read=read,
         cache_write=write,
         cache_salt=cache_salt(f, bounds.salted),
+        cache_priority=priority,
+        cache_priority_s=priority_s,
         session=_session(f),
         user=f.string("user", MAX_HINT) or "",
         unknown=[name for name in body if name not in READ | RENDERED | IGNORED],
@@ -212,7 +220,6 @@ def _refuse_unsupported(f: Fields) -> None:
         raise f.fail("prediction", "is not supported", "unsupported_parameter")
     if f.raw("modalities") not in (None, ["text"]):
         raise f.fail("modalities", 'must be ["text"]', "unsupported_parameter")
-    f.integer("cache_priority", 0, 100)
 
 
 def _token_limits(f: Fields, limit: int) -> tuple[int, int | None]:
@@ -289,6 +296,25 @@ def _prefix_cache(f: Fields) -> tuple[bool, bool]:
     if value is not None and not isinstance(value, bool):
         raise f.fail("prefix_cache", "must be true, false or an object with read and write")
     return value is not False, value is not False
+
+
+def _cache_priority(f: Fields) -> tuple[int, float]:
+    """(priority, seconds until it ends): a number, or an object with `priority` and `seconds`, which only a raised one may have."""
+    value = f.object("cache_priority") if isinstance(f.raw("cache_priority"), dict) else None
+    if value is None:
+        return _or_default(f.integer("cache_priority", 0, MOST_PRIORITY)), math.inf
+    if value.raw("priority") is None:
+        raise value.fail("priority", "is missing", "missing_field")
+    priority = _or_default(value.integer("priority", 0, MOST_PRIORITY))
+    if value.raw("seconds") is None:
+        return priority, math.inf
+    if priority <= DEFAULT_PRIORITY:
+        raise value.fail("seconds", f"is only allowed with a priority above {DEFAULT_PRIORITY}, the one that it falls back to")
+    return priority, value.number("seconds", 0, MAX_PIN_S, 0.0, above=True)
+
+
+def _or_default(priority: int | None) -> int:
+    return DEFAULT_PRIORITY if priority is None else priority
 
 
 def cache_salt(f: Fields, offered: bool) -> str:

@@ -21,6 +21,10 @@ class Tenants:
             return ""
         return derive_salt(self.secret, key_id, field if self.mode == "field" else "")
 
+    def scope(self, key_id: str) -> str:
+        """What the requests of one API key have in common although their `cache_salt` differs; "" where they can have none."""
+        return derive_salt(self.secret, key_id) if self.mode == "field" else ""
+
 
 def key_id(key: bytes) -> str:
     """A name for an API key that does not show it."""

@@ -20,6 +20,8 @@ MISSES = {
     "no_page": "nothing of it is stored",
     "no_state": "pages are stored, but no window state among them",
     "keep_cap": "the only states lie within the last tokens, which are always computed",
+    "tenant": "it is stored under another cache_salt of this API key",
+    "aborted": "the prefill that would have left a window state for it was aborted",
     "off": "the prefix cache is off",
 }
 

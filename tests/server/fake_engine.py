@@ -80,6 +80,8 @@ class FakeEngine:
                     "temperature": request.params.temperature,
                     "read": request.cache_read,
                     "salt": request.cache_salt,
+                    "scope": request.cache_scope,
+                    "priority": [request.cache_priority, request.cache_priority_s],
                     "anchor": request.cache_anchor_tokens,
                     "store_answer": request.cache_decode,
                 }
@@ -177,17 +179,20 @@ class FakeEngine:
                 "evicted_tokens_total": 0,
                 "miss_total": {"no_page": count["lookups"] - count["hits"]},
                 "frames": {"free": 9, "page": 1},
+                "evicted_frames_total": {"page/lru": count["lookups"]},
+                "restore_seconds_total": 0.0005,
+                "restore_seconds_buckets_total": {"0.001": count["lookups"], "+Inf": count["lookups"]},
                 "tiers": {"device": dict.fromkeys(tier, 0), "host": tier, "disk": dict.fromkeys(tier, 0)},
             },
             "spec": {"drafts_total": 0, "draft_tokens_total": 0, "accepted_tokens_total": 0},
             "preemptions_total": 0,
         }
 
-    def explain_prompt(self, tokens: list[int], salt: str = "") -> dict[str, Any]:
+    def explain_prompt(self, tokens: list[int], salt: str = "", scope: str = "") -> dict[str, Any]:
         nearest = max(self._seen, key=lambda ids: _common(ids, tokens), default=())
         at = _common(nearest, tokens)
         difference = None if at in (0, len(tokens), len(nearest)) else {"index": at, "stored": nearest[at:][:12], "asked": tokens[at:][:12]}
-        return {"prompt_tokens": len(tokens), "matched_tokens": at, "salt": salt, "first_difference": difference}
+        return {"prompt_tokens": len(tokens), "matched_tokens": at, "salt": salt, "scope": scope, "first_difference": difference}
 
     def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]:
         if kind != "flip":

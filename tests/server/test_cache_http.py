@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,35 @@ def test_clients_salt_reaches_the_engine_only_as_a_derived_one(salted: FakeServe
     assert seen[0] == seen[2] != seen[1]
     assert len({*seen}) == 3
     assert all(len(salt) == 64 for salt in seen)
+
+
+def test_requests_of_one_key_share_a_scope_that_is_no_ones_field_and_only_where_fields_count() -> None:
+    field = Tenants("field", b"s" * 32)
+    assert field.scope(key_id(b"a")) == field.salt(key_id(b"a"), "") != field.scope(key_id(b"b"))
+    assert field.scope(key_id(b"a")) != field.salt(key_id(b"a"), "x")
+    assert (Tenants("api_key", b"s" * 32).scope(key_id(b"a")), Tenants().scope(key_id(b"a"))) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "reached"),
+    [
+        (None, [35, math.inf]),
+        (80, [80, math.inf]),
+        (0, [0, math.inf]),
+        ({"priority": 90}, [90, math.inf]),
+        ({"priority": 90, "seconds": 12.5}, [90, 12.5]),
+    ],
+)
+def test_priority_reaches_the_engine(salted: FakeServer, value: object, reached: list[float]) -> None:
+    assert ask(salted, cache_priority=value).status_code == 200
+    assert salted.recorded()[-1]["priority"] == reached
+
+
+def test_explanation_asks_within_the_scope_of_the_request(salted: FakeServer) -> None:
+    record = ask(salted, headers=EXPLAIN, cache_salt="one").json()["cache_explain"]
+    assert record["scope"] == salted.recorded()[-1]["scope"] != record["salt"]
+    answer = httpx.post(f"{salted.url}/deepinfer/cache/explain", json={"messages": USER, "cache_salt": "one"}, timeout=20).json()
+    assert answer["ranks"][0]["scope"] == record["scope"]
 
 
 def test_anchor_is_the_text_in_front_of_the_first_user_turn(salted: FakeServer) -> None:
@@ -118,12 +148,20 @@ def test_explain_route_answers_for_every_rank_and_names_the_tool(salted: FakeSer
 def test_miss_reasons_and_frames_are_in_the_exposition(salted: FakeServer) -> None:
     def lines() -> list[str]:
         text = httpx.get(f"{salted.url}/metrics", timeout=20).text
-        return [line for line in text.splitlines() if "hicache_miss_total{" in line or "hicache_frames{" in line]
+        names = ("hicache_miss_total{", "hicache_frames{", "hicache_evicted_frames_total{", "hicache_restore_seconds_")
+        return [line.partition(":")[2] for line in text.splitlines() if any(f":{name}" in line for name in names)]
 
     ask(salted)
-    found = eventually(lambda: sorted(lines()) if len(lines()) == 3 else None)
-    assert 'state="free"} 9.0' in found[0]
-    assert 'reason="no_page"' in found[2]
+    before = [line for line in lines() if "evicted" in line or "le=" in line]
+    ask(salted)
+    eventually(lambda: not set(before) & set(lines()))  # every one of them grows with the requests
+    found = "\n".join(lines())
+    assert 'state="free"} 9.0' in found
+    assert 'reason="no_page"' in found
+    assert 'kind="page"' in found
+    assert 'reason="lru"}' in found
+    for sample in ('bucket{engine="0",le="0.001"', 'bucket{engine="0",le="+Inf"', "count{", "sum{"):
+        assert f"hicache_restore_seconds_{sample}" in found
 
 
 def test_faults_arguments_reach_the_engine(salted: FakeServer) -> None:
