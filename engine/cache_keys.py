@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from engine.request import Sequence
 from hicache.keys import KeySpace
 
@@ -43,6 +45,8 @@ class SequenceKeys:
         self._known.clear()
 
 
-def prompt_tokens(seq: Sequence) -> list[int]:
-    """Tokens to prefill; not a copy where that is all."""
+def prompt_tokens(seq: Sequence) -> list[int] | array[int]:
+    """Tokens to prefill; made anew only after a preemption."""
+    if seq.prefill_len == seq.prompt_len and seq.packed_prompt is not None:
+        return seq.packed_prompt
     return seq.token_ids if len(seq.token_ids) == seq.prefill_len else seq.token_ids[: seq.prefill_len]

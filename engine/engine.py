@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from engine.step import SchedulerLimits, Step
 from engine.step_runner import StepRunner
 from engine.stream import CallerStream, Stream, WorkerStream
 from engine.structured_output import Matcher
-from engine.token_range import first_outside
+from engine.token_range import first_outside, pack_ids
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
 from hicache.replay import check_replay
@@ -117,6 +118,10 @@ class Engine:
         Raises:
             RequestError: empty or too long prompt, token id or bias id outside the vocabulary, id of a live request.
         """
+        self._checked(request)
+
+    def _checked(self, request: Request) -> array[int] | None:
+        """`check_request`. Returns the prompt as machine integers, which whoever hashes it would make once more."""
         prompt = request.prompt_token_ids
         vocab_size = self.limits.vocab_size
         if not prompt:
@@ -126,16 +131,18 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the limit is {self.limits.max_model_len}",
                 hint="shorten the prompt or raise --max-model-len",
             )
-        for what, ids in (
-            ("token id", prompt),
-            ("logit_bias id", request.params.logit_bias),
-            ("stop token id", request.params.stop_token_ids),
+        packed = pack_ids(prompt)
+        for what, ids, integers in (
+            ("token id", prompt, packed),
+            ("logit_bias id", request.params.logit_bias, pack_ids(request.params.logit_bias)),
+            ("stop token id", request.params.stop_token_ids, pack_ids(request.params.stop_token_ids)),
         ):
-            bad = first_outside(ids, vocab_size)
+            bad = first_outside(ids, integers, vocab_size)
             if bad is not None:
                 raise RequestError(f"{what} {bad} is outside the vocabulary", hint=f"ids are 0 to {vocab_size - 1}")
         if request.request_id in self.scheduler or request.request_id in self.grammars:
             raise RequestError(f"request id {request.request_id!r} is in use", hint="give every request its own id")
+        return packed
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs come from `step`.
@@ -143,13 +150,13 @@ class Engine:
         Raises:
             RequestError: see `check_request`.
         """
-        self.check_request(request)
+        packed = self._checked(request)
         if request.grammar is None:
-            self._enqueue(request, None, self.clock())
+            self._enqueue(request, None, self.clock(), packed)
         else:
             self.grammars.submit(request)
 
-    def _enqueue(self, request: Request, matcher: Matcher | None, arrival_s: float) -> None:
+    def _enqueue(self, request: Request, matcher: Matcher | None, arrival_s: float, packed: array[int] | None = None) -> None:
         seed = request.params.seed
         prompt_len = len(request.prompt_token_ids)
         self.scheduler.add(
@@ -162,6 +169,7 @@ class Engine:
                 prompt_len=prompt_len,
                 prefill_len=prompt_len,
                 matcher=matcher,
+                packed_prompt=packed,
             )
         )
         self._next_seq_id += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -217,6 +218,7 @@ class Sequence:
     draft_rates: how likely each draft of the last round was to be kept, with all before it; empty before the first round.
     flights: steps with this sequence that are planned and not committed; pending: most tokens that the latest of them may add.
     matcher: follows the output of a request with a grammar; it reads tokens that it has not seen, so preemption does not concern it.
+    packed_prompt: the prompt as unsigned machine integers of 32 bits, None when nobody made them.
     max_len: length at which the sequence ends. stop_ids: tokens that end it. Both are known once it is in the scheduler.
     """
 
@@ -244,6 +246,7 @@ class Sequence:
     flights: int = 0
     pending: int = 0
     matcher: Matcher | None = None
+    packed_prompt: array[int] | None = None
     max_len: int = 0
     stop_ids: frozenset[int] = frozenset()
     traits: SamplingTraits = field(init=False)

@@ -21,9 +21,12 @@ def lp(data: bytes) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int]) -> array[int]:
-    """Token ids as u32 little endian."""
-    packed = array("I")
-    packed.fromlist(tokens if isinstance(tokens, list) else list(tokens))  # twice as fast as array's own loop over any iterable
+    """Token ids as u32 little endian. An array of unsigned integers may come back as it is."""
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        packed = tokens if sys.byteorder == "little" else tokens[:]
+    else:
+        packed = array("I")
+        packed.fromlist(tokens if isinstance(tokens, list) else list(tokens))  # twice as fast as array's own loop over any iterable
     if sys.byteorder == "big":
         packed.byteswap()
     return packed

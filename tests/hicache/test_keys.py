@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,9 @@ def test_key_space_uses_the_compiled_chain_except_for_pages_with_extras(compiled
 def test_without_a_compiler_keys_are_hashed_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert open_chain(tmp_path) is None
+
+
+def test_tokens_that_are_machine_integers_already_have_the_same_keys() -> None:
+    tokens = [5, 2**32 - 1, 0, 7, 9]
+    assert space().page_keys(array("I", tokens)) == space().page_keys(tokens)
+    assert space().page_keys(array("Q", tokens)) == space().page_keys(tokens)
