@@ -66,7 +66,7 @@ class JointForm:
 
 _BEGINNING = 8  # steps that reading the queries of a thread block takes as long as
 JOINT_FORMS = (JointForm(0, 8, 2, 1), JointForm(1, 8, 2, 2), JointForm(2, 8, 3, 1), JointForm(3, 16, 3, 1), JointForm(4, 16, 4, 1))
-_JOINT = JOINT_FORMS[2]
+_JOINT = JOINT_FORMS[3]
 _SHARING = 3  # rows of a sequence, on average, that share decoded keys from here on
 
 
