@@ -76,8 +76,7 @@ def attention(setting: Setting) -> dict[str, Forms]:
             return calls, lambda: relative_error(calls[0]()[:8], wanted)
 
         forms = {f"decoders={warps} splits={n}": form(n, Tuning(decoders=warps)) for n in splits for warps in (0, 4)}
-        if rows <= 64:
-            forms |= {f"decoders={warps} early": form(0, Tuning(decoders=warps, early=True)) for warps in (0, 4)}
+        forms |= {f"halves splits={n}": form(n, Tuning(halves=True)) for n in splits}
         found[f"attention, {rows} rows{', one sequence' if shared else ''}"] = forms
     return found
 

@@ -77,7 +77,7 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
         _SHAPE | {"HEADS": 64, "N": 64, "ALONE": False, "SECOND_FP8": False, "FAST": True, "STAGES": 2},
         8,
     ),
-    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4, "EARLY": True}, 4),
+    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4}, 4),
     "select": (
         select_topk._select,
         _SELECT,
@@ -93,9 +93,10 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
 
 # Kernels with layouts of their own: module and constants.
 _LAID_OUT: dict[str, tuple[str, dict[str, Any]]] = {
-    "attend hopper": ("row_attention_hopper", {"ALONE": False, "EARLY": True}),
-    "attend roles 4": ("row_attention_roles", {"ALONE": True, "EARLY": False, "DECODERS": 4}),
-    "attend roles 8": ("row_attention_roles", {"ALONE": False, "EARLY": True, "DECODERS": 8}),
+    "attend hopper": ("row_attention_hopper", {"ALONE": False}),
+    "attend roles 4": ("row_attention_roles", {"ALONE": True, "DECODERS": 4}),
+    "attend halves": ("row_attention_halves", {"ALONE": True, "DECODERS": 4}),
+    "attend roles 8": ("row_attention_roles", {"ALONE": False, "DECODERS": 8}),
 }
 
 
@@ -107,7 +108,9 @@ def compile_kernel(name: str) -> Any:
 
         module, constants = _LAID_OUT[name]
         attend = import_module(f"engine.ops.triton.{module}").attend
-        return triton.compile(_source(GluonASTSource, attend, _HOPPER, constants), target=target, options={"num_warps": 8})
+        return triton.compile(
+            _source(GluonASTSource, attend, _HOPPER, constants), target=target, options={"num_warps": 4 if "halves" in name else 8}
+        )
     kernel, types, constants, warps = KERNELS[name]
     return triton.compile(_source(ASTSource, kernel, types, constants), target=target, options={"num_warps": warps})
 

@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_fp32_and_odd_widths_run_the_reference(device, kernel, caplog):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [{"decoders": 4}, {"decoders": 8}, {"decoders": 0}, {"hopper": False}])
+@pytest.mark.parametrize("form", [{"decoders": 4}, {"decoders": 8}, {"decoders": 0}, {"hopper": False}, {"halves": True}])
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 128, 512), (8, 100, 300), (300, 128, 512), (3, 128, None), (2, 1, 1)])
 def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window, entries, splits, form):
@@ -156,10 +157,13 @@ def test_released_shape_survives_absent_rows_and_extremes(device, kernel):
         source.index[0] = -1
         source.index[source.index == 0] = -1
         source.rows[0] = 0xFF
-    for splits in (1, 5):
-        got = problem.run(kernel, splits)
+    from engine.ops.triton.row_attention import Tuning
+
+    for splits, halves in product((1, 5), (False, True)):
+        form = partial(kernel, tuning=Tuning(halves=halves))
+        got = problem.run(form, splits)
         assert (got[0] == 0).all()
-        assert torch.equal(got, problem.run(kernel, splits))
+        assert torch.equal(got, problem.run(form, splits))
         assert got.isfinite().all()
 
 

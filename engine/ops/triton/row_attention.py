@@ -27,10 +27,10 @@ class Tuning:
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
     decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
+    halves: bool = False  # and warpgroups that multiply without each other, of `row_attention_halves`
     keys: int = 64
     stages: int = 2
     warps: int = 8
-    early: bool = False  # the combining kernel is launched while parts are still computed, and waits for them on the device
 
 
 _TUNING = Tuning()
@@ -159,13 +159,8 @@ def _attend(
 
 
 @triton.jit
-def _combine(
-    rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits,
-    HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of a row in the order of its keys, add the sink, turn back. EARLY: launched before the parts are complete."""
-    if EARLY:
-        tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr):
+    """Join the parts of a row in the order of its keys, add the sink, turn back."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half, known = tl.arange(0, D2), heads < H
@@ -249,17 +244,17 @@ def _launch_rows(
     angles, shape = torch.view_as_real(rot), {"D2": width // 2, "R2": rot.shape[1]}
     words, factor = out.view(torch.int32), scale * _LOG2E.value * SHRINK.value
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
-    early = False
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
         roles = {"DECODERS": tuning.decoders} if tuning.decoders else {}
-        early = tuning.early and splits > 0
-        if roles:
+        if roles and tuning.halves:
+            from engine.ops.triton.row_attention_halves import attend
+        elif roles:
             from engine.ops.triton.row_attention_roles import attend
         else:
             from engine.ops.triton.row_attention_hopper import attend
         attend[(num_rows, splits or 1)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
-            num_window, num_second, per, factor, ALONE=not splits, EARLY=early, num_warps=8, **roles,
+            num_window, num_second, per, factor, ALONE=not splits, num_warps=4 if tuning.halves else 8, **roles,
         )  # fmt: skip
     else:
         _attend[(num_rows, splits or 1, triton.cdiv(num_heads, heads))](
@@ -270,13 +265,8 @@ def _launch_rows(
     if splits:
         few = 1 if num_rows * num_heads <= 1024 else min(4, heads)
         _combine[(num_rows, triton.cdiv(num_heads, few))](
-            angles, sink, part, stat, words, num_heads, splits, HEADS=few, EARLY=early, num_warps=4, **shape, **_launched(early)
+            angles, sink, part, stat, words, num_heads, splits, HEADS=few, num_warps=4, **shape
         )
-
-
-def _launched(early: bool) -> dict[str, bool]:
-    """Options of a launch that may overlap the one before it; Triton's interpreter and other devices than Hopper know none."""
-    return {"launch_pdl": True} if early else {}
 
 
 def _is_hopper() -> bool:

@@ -33,20 +33,20 @@ _E2M1_EVEN, _E2M1_ODD = gl.constexpr(_nibbles(odd=False)), gl.constexpr(_nibbles
 
 # Names that differ between releases of Triton.
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 HEADS, D2, R2, N = gl.constexpr(64), gl.constexpr(256), gl.constexpr(32), gl.constexpr(64)
 WINDOW_BYTES, ENTRY_BYTES = gl.constexpr(528), gl.constexpr(288)
 
 _QUERY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-_OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
-_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _SHARED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
 
 @gluon.jit
-def _index(index_ptr, columns, tile, layout: gl.constexpr):
+def index_of(index_ptr, columns, tile, layout: gl.constexpr):
     at = tile * N + gl.arange(0, N, layout)
     return gl.load(index_ptr + at, mask=at < columns, other=-1)
 
@@ -81,8 +81,8 @@ def entry_pairs(warps):
 @gluon.jit
 def places(index_ptr, columns, tile, WORDS: gl.constexpr, GROUPS: gl.constexpr):
     """Indices int32 [N] of one tile of rows, as its words and as its scales lie among the threads; -1 for absent rows."""
-    words = _index(index_ptr, columns, tile, gl.SliceLayout(1, WORDS))
-    return words, _index(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
+    words = index_of(index_ptr, columns, tile, gl.SliceLayout(1, WORDS))
+    return words, index_of(index_ptr, columns, tile, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
 
 
 @gluon.jit
@@ -175,39 +175,36 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
     scores = warpgroup_mma_init(gl.zeros([HEADS, N], gl.float32, _SCORES))
     scores = warpgroup_mma(qe, ke.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(qo, ko.permute((1, 0)), scores, is_async=True)
-    present = _index(index_ptr, columns, tile, gl.SliceLayout(0, _SCORES)) >= 0
+    present = index_of(index_ptr, columns, tile, gl.SliceLayout(0, _SCORES)) >= 0
     scores, oe, oo = warpgroup_mma_wait(0, deps=[scores, oe, oo])
     scores = gl.where(gl.expand_dims(present, 0), scores * scale, float("-inf"))
     top = gl.maximum(m, gl.max(scores, 1))
     shrink = gl.exp2(m - top)
     p = gl.exp2(scores - gl.expand_dims(top, 1))
     den = den * shrink + gl.sum(p, 1)
-    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, _OUTPUT))
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))
     oe = oe * gl.expand_dims(shrink, 1)
     oo = oo * gl.expand_dims(shrink, 1)
     # Both warpgroups need the weights of all keys.
     weights.store(p.to(gl.bfloat16))
     fence_async_shared()
-    _barrier()
+    barrier()
     oe = warpgroup_mma(weights, ke, warpgroup_mma_init(oe), is_async=True)
     oo = warpgroup_mma(weights, ko, warpgroup_mma_init(oo), is_async=True)
     return top, den, oe, oo
 
 
 @gluon.jit
-def let_next_begin():
-    """The next kernel of the stream may be launched, if it was told that it may come early."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def write_result(
     even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE: gl.constexpr,
+    LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Sums of even and odd channels fp32 [HEADS, D/2]: turned back to the output where they are whole, else kept as this part's share."""
-    flat: gl.constexpr = gl.SliceLayout(1, _OUTPUT)
+    """Sums of WIDTH even and odd channels from FIRST on, fp32 [HEADS, WIDTH]: turned back to the output where they are whole, else kept as
+    this part's share.
+    """
+    flat: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     head = gl.arange(0, HEADS, flat)
-    half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, _OUTPUT)), 0)
+    half = FIRST + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
     m, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
     if ALONE:
         factor = gl.expand_dims(SHRINK / (den + gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - m)), 1)
@@ -223,20 +220,17 @@ def write_result(
         at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
         gl.store(at, even)
         gl.store(at + D2, odd)
-        gl.store(stat_ptr + place * 2, m)
-        gl.store(stat_ptr + place * 2 + 1, den)
+        if FIRST == 0:
+            gl.store(stat_ptr + place * 2, m)
+            gl.store(stat_ptr + place * 2 + 1, den)
 
 
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr, EARLY: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """q, out: int32 [T, 64, 256] pairs of bf16. ALONE: a row's keys are not split. EARLY: the combining kernel may begin. See
-    `row_attention._attend` for the rest.
-    """
-    if EARLY:
-        let_next_begin()
+    """q, out: int32 [T, 64, 256] pairs of bf16. ALONE: a row's keys are not split. See `row_attention._attend` for the rest."""
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K
@@ -250,9 +244,9 @@ def attend(
     words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(begin < last_window, W, 0), begin)
     pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(first_entry < last_entry, K, 0), first_entry)
 
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], _SHARED)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [4, N, D2], _SHARED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, N], _SHARED)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], SHARED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, N, D2], SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, N], SHARED)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _QUERY))
     half = gl.arange(0, D2, gl.SliceLayout(0, _QUERY))
     turned = half - (D2 - R2)
@@ -266,14 +260,14 @@ def attend(
 
     m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
     den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
-    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
-    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
+    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
+    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
     buffer = 0
     for tile in range(begin, last_window):
         ke, ko = keys.index(buffer), keys.index(buffer + 1)
         _store_window(words, exponents, _as_words(ke), _as_words(ko), 8)
         fence_async_shared()
-        _barrier()
+        barrier()
         words, exponents = _load_window(window_ptr, window_index_ptr, gl.where(tile + 1 < last_window, W, 0), tile + 1)
         m, den, oe, oo = _absorb(qe, qo, ke, ko, weights, window_index_ptr, W, tile, scale, m, den, oe, oo)
         buffer ^= 2
@@ -281,10 +275,10 @@ def attend(
         ke, ko = keys.index(buffer), keys.index(buffer + 1)
         _store_entries(pairs, scales, _as_words(ke), _as_words(ko), 8)
         fence_async_shared()
-        _barrier()
+        barrier()
         pairs, scales = _load_entries(entry_ptr, entry_index_ptr, gl.where(tile + 1 < last_entry, K, 0), tile + 1)
         m, den, oe, oo = _absorb(qe, qo, ke, ko, weights, entry_index_ptr, K, tile, scale, m, den, oe, oo)
         buffer ^= 2
     even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
 
-    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE)
+    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE, OUTPUT, 0, D2)

@@ -17,21 +17,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from engine.ops.triton.row_attention_hopper import (
-    _OUTPUT,
     _QUERY,
     _SCORES,
-    _SHARED,
     D2,
     HEADS,
+    OUTPUT,
     R2,
+    SHARED,
     N,
     _as_words,
-    _barrier,
-    _index,
     _store_entries,
     _store_window,
+    barrier,
     entry_places,
-    let_next_begin,
+    index_of,
     load_entries,
     load_window,
     window_places,
@@ -49,12 +48,12 @@ def _registers(warps):
 def _hand_over(full):
     """What this role has stored is there for the tensor cores: every thread fences, then one says so."""
     fence_async_shared()
-    _barrier()
+    barrier()
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _decode(
+def decode(
     window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys, full, empty,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -91,27 +90,27 @@ def _decode(
 def _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, tile, step, scale, m, den, oe, oo):
     """One tile, as in `row_attention_hopper`. The buffer before it is given back when its product has ended."""
     buffer = step & 1
-    present = _index(index_ptr, columns, tile, gl.SliceLayout(0, _SCORES)) >= 0
+    present = index_of(index_ptr, columns, tile, gl.SliceLayout(0, _SCORES)) >= 0
     mbarrier.wait(full.index(buffer), (step >> 1) & 1)
     ke, ko = keys.index(2 * buffer), keys.index(2 * buffer + 1)
     scores = warpgroup_mma_init(gl.zeros([HEADS, N], gl.float32, _SCORES))
     scores = warpgroup_mma(qe, ke.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(qo, ko.permute((1, 0)), scores, is_async=True)
     scores, oe, oo = warpgroup_mma_wait(0, deps=[scores, oe, oo])
-    _barrier()
+    barrier()
     mbarrier.arrive(empty.index(buffer ^ 1), count=1, pred=step > 0)
     scores = gl.where(gl.expand_dims(present, 0), scores * scale, float("-inf"))
     top = gl.maximum(m, gl.max(scores, 1))
     shrink = gl.exp2(m - top)
     p = gl.exp2(scores - gl.expand_dims(top, 1))
     den = den * shrink + gl.sum(p, 1)
-    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, _OUTPUT))
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))
     oe = oe * gl.expand_dims(shrink, 1)
     oo = oo * gl.expand_dims(shrink, 1)
     # Both warpgroups need the weights of all keys.
     weights.store(p.to(gl.bfloat16))
     fence_async_shared()
-    _barrier()
+    barrier()
     oe = warpgroup_mma(weights, ke, warpgroup_mma_init(oe), is_async=True)
     oo = warpgroup_mma(weights, ko, warpgroup_mma_init(oo), is_async=True)
     return top, den, oe, oo
@@ -133,13 +132,13 @@ def _multiply(
     queries.index(0).store((even * cos - odd * sin).to(gl.bfloat16))
     queries.index(1).store((even * sin + odd * cos).to(gl.bfloat16))
     fence_async_shared()
-    _barrier()
+    barrier()
     qe, qo = queries.index(0), queries.index(1)
 
     m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
     den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
-    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
-    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, _OUTPUT))
+    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
+    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
     # One loop for both sources: addresses of operands are kept for one copy of its body.
     for tile in range(begin, end):
         near = tile < window_tiles
@@ -148,17 +147,15 @@ def _multiply(
         m, den, oe, oo = _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo)
     even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
 
-    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE)
+    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE, OUTPUT, 0, D2)
 
 
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr, EARLY: gl.constexpr, DECODERS: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr, DECODERS: gl.constexpr,
 ):  # fmt: skip
     """DECODERS: warps that decode, four or eight, beside eight that multiply. All else is as in `row_attention_hopper.attend`."""
-    if EARLY:
-        let_next_begin()
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K
@@ -167,9 +164,9 @@ def attend(
     begin, end = split * per, gl.minimum((split + 1) * per, tiles)
     first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
     last_window = gl.minimum(end, window_tiles)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], _SHARED)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [4, N, D2], _SHARED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, N], _SHARED)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], SHARED)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, N, D2], SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, N], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
@@ -185,7 +182,7 @@ def attend(
                 ),
             ),
             (
-                _decode,
+                decode,
                 (
                     window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, W, K, begin, last_window, first_entry, last_entry, keys,
                     full, empty, DECODERS,
