@@ -159,11 +159,15 @@ def _print_failure(error: Exception, message: str, hint: str, code: int, argumen
 
 def _usage_hint(error: Any, arguments: list[str]) -> str:
     """Where to look, and what was probably meant: one dash before a long name, or a name before what stands alone."""
+    from deepinfer_cli.options import SHARED
+
     context = getattr(error, "ctx", None)
     if context is None:
         return "dix --help"
     page = f"{context.command_path} --help"
     wrong = str(getattr(error, "option_name", ""))
+    if context.parent is None and any(f"--{name.replace('_', '-')}" == wrong for name in SHARED):
+        return f"it goes behind the command, as in: dix status {wrong}"
     options = {name for parameter in context.command.params for name in parameter.opts}
     for given in arguments:
         name = given.partition("=")[0]

@@ -20,10 +20,11 @@ import msgspec
 
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
+from hicache.sizing import available_host_bytes
 from server import gpu, listener, parent_death
 from server.cache_files import KEPT_NAME, keep_cache, remove_cache, remove_orphans, segments
 from server.config import ServerConfig
-from server.errors import ConfigError, DixError, ServerFailed, ServerUnreachable, machine_error
+from server.errors import ConfigError, DixError, MachineError, ServerFailed, ServerUnreachable, machine_error
 from server.hosts import Hosts
 from server.launch import Launch, recorded_grace_s
 from server.logs import open_log, tail
@@ -36,6 +37,8 @@ OnEvent = Callable[[dict[str, Any]], None]
 EVENTS_NAME = "events.jsonl"
 POLL_S = 0.05
 STOP_MARGIN_S = 25.0
+RANK_BYTES = 256 * 2**20  # what a rank takes that has loaded nothing but its libraries
+MAX_NAME = 200  # bytes of a directory; a file system takes 255, less what is put behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ def make_launch(
     if hosts is not None:
         hosts.local_ranks(engine.dp)  # an uneven division is refused before anything starts
         name = f"{name}-host{hosts.number}" if hosts.number else name  # hosts may share a home directory
+    if len(os.fsencode(name)) > MAX_NAME:
+        raise ConfigError(f"the name {name[:24]!r}… takes {len(os.fsencode(name))} bytes", hint=f"--name of at most {MAX_NAME}")
     if server.max_active and (engine.max_num_seqs == "auto" or int(engine.max_num_seqs) > server.max_active):
         engine = replace(engine, max_num_seqs=server.max_active)
     return Launch(
@@ -125,6 +130,7 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: list
         keys = api_keys + read_keys(launch.server.api_key_file)
         _check_exposure(launch.server, keys, on_event)
         _check_warm_file(launch)
+        _check_memory(launch.local_ranks, available_host_bytes())
         _check_gpus(launch)
         launch_path = launch.prepare()
         open_log(launch.log_dir, "supervisor", launch.server.log_level)
@@ -174,6 +180,16 @@ def _check_warm_file(launch: Launch) -> None:
         raise ConfigError("server.warm needs the host prefix cache", hint="--hicache-size-gb auto, or no --warm")
     if launch.hicache.isolation == "api_key":
         raise ConfigError("server.warm fills the cache of no API key", hint="hicache.isolation none or field, or no --warm")
+
+
+def _check_memory(ranks: int, available: int) -> None:
+    """Raises MachineError when so many processes do not even fit without their model: starting them would take the machine down."""
+    if ranks > 1 and ranks * RANK_BYTES > available:
+        least, free = (f"{num_bytes / 2**30:,.1f} GiB" for num_bytes in (ranks * RANK_BYTES, available))
+        raise MachineError(
+            f"engine.dp is {ranks:,}: {ranks:,} ranks take {least} and more, {free} are free here",
+            hint=f"--dp {max(1, available // RANK_BYTES):,} or less",
+        )
 
 
 def _check_gpus(launch: Launch) -> None:

@@ -17,9 +17,9 @@ from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
 from deepinfer_cli.servers import connect, read_key
 from deepinfer_cli.ui import stdin_is_piped
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, DixError
 from server.errors import ServerUnreachable
-from server.state import list_servers
+from server.state import list_servers, server_dir
 
 THINK = {"auto": None, "on": {"type": "enabled"}, "off": {"type": "disabled"}}
 ADDRESS = re.compile(r"[\w.-]+:\d+(/\S*)?")
@@ -162,9 +162,10 @@ def opened(call: Invocation, target: str | None, port: int | None, url: str | No
 
 @contextlib.contextmanager
 def own_server(call: Invocation, model: str | None) -> Iterator[str]:
-    """A server on a free port that ends with the talk."""
+    """A server on a free port that ends with the talk. Its directory goes as well, unless it failed: then its log may be wanted."""
     import dataclasses
     import os
+    import shutil
 
     from deepinfer_cli.commands.serve import SERVER_DEFAULTS, plan_server
     from deepinfer_cli.invocation import Shared, prepare
@@ -179,10 +180,16 @@ def own_server(call: Invocation, model: str | None) -> Iterator[str]:
     state = launcher.start(
         plan.engine, plan.hicache, server, name=plan.name, on_event=lambda event: None, ready_timeout_s=limit_s, owned=True, **places
     )
+    failed = False
     try:
         yield state.base_url
+    except DixError:
+        failed = True
+        raise
     finally:
         launcher.stop(plan.name, call.paths.state, 0.0)
+        if not failed:
+            shutil.rmtree(server_dir(call.paths.state, plan.name), ignore_errors=True)
 
 
 def plain(model: str, answer: Answer) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def refused(ran: Any, code: int, *says: str) -> None:
         ("config show engin", "did you mean engine?"),
         ("tune", "dix tune --help"),
         ("-V", "dix --help"),
+        ("--json status", "dix status --json"),
     ],
 )
 def test_a_slip_of_the_keyboard_is_named_and_the_nearest_name_offered(dix: Dix, line: str, says: str) -> None:  # noqa: F811

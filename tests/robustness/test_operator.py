@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import pytest
 
 from deepinfer_cli.app import end_in_order
 from deepinfer_cli.bench.runs import list_runs, new_run, write_json
+from deepinfer_cli.commands.chat import own_server
 from deepinfer_cli.commands.logs import read_new
 from deepinfer_cli.commands.status import _up_s
 from deepinfer_cli.invocation import Shared, prepare
@@ -35,7 +37,7 @@ from hicache.config import HiCacheConfig
 from hicache.errors import REMEDIES, machine_error
 from server import launcher
 from server.config import ServerConfig
-from server.errors import ConfigError, ServerUnreachable
+from server.errors import ConfigError, MachineError, ServerUnreachable
 from server.launch import MAX_SOCKET_PATH, Launch, load_launch, recorded_grace_s
 from server.logs import LogFile
 from server.state import ServerState, clean_leftovers, host_boot_id, list_servers, read_state, record_self, server_dir, write_state
@@ -100,6 +102,40 @@ def test_what_the_system_refuses_is_a_machine_error_with_the_file_and_a_remedy(n
     assert failure.hint
     assert machine_error(ValueError()) is None
     assert machine_error(OSError(errno.EBADF, "ours")) is None
+
+
+def test_more_ranks_than_the_memory_can_hold_are_refused_before_any_starts() -> None:
+    """A slip in --dp started a thousand processes of a few hundred megabytes each."""
+    with pytest.raises(MachineError, match=r"engine\.dp is 1,000") as caught:
+        launcher._check_memory(1000, 20 * 2**30)
+    assert caught.value.hint == "--dp 80 or less"
+    launcher._check_memory(8, 20 * 2**30)
+    launcher._check_memory(1, 2**20)  # one rank is what the system decides about
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "模" * 100])
+def test_a_name_that_no_directory_can_have_is_refused_with_its_remedy(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="takes 300 bytes") as caught:
+        make_launch(tmp_path, name=name)
+    assert caught.value.hint == "--name of at most 200"
+    assert "…" in str(caught.value)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_talk_leaves_no_directory_unless_its_server_failed(tmp_path: Path, failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is wanted then; ten thousand talks are not ten thousand directories."""
+    logs = server_dir(tmp_path / "state", f"chat-{os.getpid()}") / "logs"
+    stopped: list[str] = []
+    monkeypatch.setattr(launcher, "start", lambda *_, **__: logs.mkdir(parents=True) or running_state())
+    monkeypatch.setattr(launcher, "stop", lambda name, *_: stopped.append(name))
+    call = prepare(Shared(quiet=True), {}, {}, {"DIX_HOME": str(tmp_path)})
+    expected = pytest.raises(ServerUnreachable) if failed else nullcontext()
+    with expected, own_server(call, "tiny") as url:
+        assert url.startswith("http://")
+        if failed:
+            raise ServerUnreachable("it broke")
+    assert stopped == [f"chat-{os.getpid()}"]
+    assert logs.exists() == failed
 
 
 def test_too_little_memory_is_a_machine_error_whoever_notices() -> None:
