@@ -12,24 +12,28 @@
 
 namespace dix {
 
-constexpr int kGroupWarps = 8;
-constexpr int kGroupThreads = kGroupWarps * 32;
-constexpr int kGroupRows = 2;  // tiles of 16 rows per warp, of 64 per group
 constexpr int kGroupColumns = 64;
 constexpr int kGroupAlign = 1024;  // of a tile of tokens
 
-template <Format kFormat, int kTokens>
+// Items of up to kTokens tokens; thread blocks of kWarps warps with kRows tiles of 16 rows each; kStages places of the ring.
+template <int kMost, int kManyWarps, int kManyRows, int kPlaces>
+struct GroupForm {
+    static constexpr int kTokens = kMost, kWarps = kManyWarps, kRows = kManyRows, kStages = kPlaces;
+    static constexpr int kThreads = 32 * kWarps;
+    // There are registers enough for products that begin before those of the stage before are over.
+    static constexpr bool kOverlaps = kTokens <= 64;
+};
+
+template <Format kFormat, class Form>
 struct GroupStage {
+    static constexpr int kTokens = Form::kTokens, kGroupRows = Form::kRows;
     static constexpr int kTokenBytes = kTokens * kGroupColumns * 2;
     static constexpr int kChunks = kGroupColumns / Layout<kFormat>::kChunk;  // of weights per row tile
     static constexpr int kSteps = 4 / kChunks;                               // products of a chunk
     static constexpr int kWarpBytes = kGroupRows * kChunks * 512;
-    static constexpr int kBytes = kTokenBytes + kGroupWarps * kWarpBytes;
+    static constexpr int kBytes = kTokenBytes + Form::kWarps * kWarpBytes;
     static constexpr int kPerBlock = 4 / kChunks;  // stages of one block of weights
 };
-
-// Operands of the products of one stage.
-using GroupWeights = uint32_t[kGroupRows][4][4];
 
 // A block of columns in the order of slices: 0, slices, 2 * slices, .., then 1, slices + 1, ... slices: a power of two.
 struct SlicedBlock {
@@ -40,19 +44,20 @@ struct SlicedBlock {
     __device__ __forceinline__ void advance() { number = ends_slice() ? slice() + 1 : number + slices; }
 };
 
-// Items of up to kTokens tokens, kStages places of the ring. With few tokens there are registers enough for products that begin before those
-// of the stage before are over.
-template <Format kFormat, int kTokens, int kStages, bool kSliced>
+template <Format kFormat, class Form, bool kSliced>
 struct GroupUnit {
     using L = Layout<kFormat>;
-    using S = GroupStage<kFormat, kTokens>;
-    static constexpr bool kOverlaps = kTokens <= 64;
+    using S = GroupStage<kFormat, Form>;
+    static constexpr int kTokens = Form::kTokens, kGroupRows = Form::kRows, kStages = Form::kStages, kThreads = Form::kThreads;
+    static constexpr bool kOverlaps = Form::kOverlaps;
     static constexpr int kUnderWay = kStages - (kOverlaps ? 2 : 1);
-    static constexpr int kCopied = kTokens / 32;  // tokens of which a thread copies a piece
+    static constexpr int kCopied = kTokens * 8 / kThreads;  // tokens of which a thread copies a piece
+    // Operands of the products of one stage.
+    using GroupWeights = uint32_t[kGroupRows][4][4];
 
     const PackedGemm& p;
     unsigned char* ring;
-    float4* sums;  // this thread's, of the slices before: one every kGroupThreads
+    float4* sums;  // this thread's, of the slices before: one every kThreads
     int num_stages;
     SlicedBlock copied, fetched;  // whose weights are copied next, and whose scales are in `later`
     // What one thread copies per stage: one piece of some tokens, and its own weights.
@@ -76,7 +81,7 @@ struct GroupUnit {
             unsigned char* to = stage_at(stage);
 #pragma unroll
             for (int i = 0; i < kCopied; ++i) {
-                const int row = thread / 8 + 32 * i, piece = thread % 8;
+                const int row = thread / 8 + kThreads / 8 * i, piece = thread % 8;
                 if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + columns * kGroupColumns + piece * 8);
             }
             unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
@@ -171,7 +176,7 @@ struct GroupUnit {
         for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
             for (int j = 0; j < 2 * kPairs; ++j) {
-                float4& kept = sums[(r * 2 * kPairs + j) * kGroupThreads];
+                float4& kept = sums[(r * 2 * kPairs + j) * kThreads];
                 float(&sum)[4] = acc[r][j];
                 if (slice > 0) {
                     const float4 before = kept;
@@ -186,25 +191,26 @@ struct GroupUnit {
     }
 };
 
-template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages, bool kSliced>
-__global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGemm p, int slices) {
+template <Format kFormat, Epilogue kEpilogue, class Form, bool kSliced>
+__global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedGemm p, int slices) {
     using L = Layout<kFormat>;
-    using S = GroupStage<kFormat, kTokens>;
+    using S = GroupStage<kFormat, Form>;
+    constexpr int kTokens = Form::kTokens, kGroupWarps = Form::kWarps, kGroupRows = Form::kRows;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
     const int row_groups = (p.tiles + kGroupWarps * kGroupRows - 1) / (kGroupWarps * kGroupRows);
     const int units = num_items_of(p, kTokens) * row_groups;
     unsigned char* ring = aligned_shared_memory<kGroupAlign>();
-    float4* sums = reinterpret_cast<float4*>(ring + kStages * S::kBytes) + thread;
+    float4* sums = reinterpret_cast<float4*>(ring + Form::kStages * S::kBytes) + thread;
     const SlicedBlock first = {0, slices, p.blocks};
 
     for (int unit_index = blockIdx.x; unit_index < units; unit_index += gridDim.x) {
         const int item_index = unit_index / row_groups;
         const Item item = item_of(p, item_index, kTokens);
         const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
-        GroupUnit<kFormat, kTokens, kStages, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}};
+        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}};
 #pragma unroll
         for (int i = 0; i < unit.kCopied; ++i) {
-            const int column = thread / 8 + 32 * i;
+            const int column = thread / 8 + Form::kThreads / 8 * i;
             unit.used[i] = column < item.count;
             const int entry = item.begin + (unit.used[i] ? column : 0);
             const int row = slot_of(p, entry) / p.x_divisor;
@@ -248,15 +254,15 @@ __global__ void __launch_bounds__(kGroupThreads, 1) packed_groups(const PackedGe
     }
 }
 
-template <Format kFormat, Epilogue kEpilogue, int kTokens, int kStages, bool kSliced = false>
+template <Format kFormat, Epilogue kEpilogue, class Form, bool kSliced = false>
 int launch_groups(const PackedGemm& p, int slices, int num_blocks, cudaStream_t stream) {
-    constexpr int kSums = kSliced ? kGroupThreads * kGroupRows * kTokens * 2 : 0;  // fp32, 16 rows a warp and tile
-    constexpr int kShared = kStages * GroupStage<kFormat, kTokens>::kBytes + kSums + kGroupAlign;
+    constexpr int kSums = kSliced ? Form::kThreads * Form::kRows * Form::kTokens * 2 : 0;  // fp32, 16 rows a warp and tile
+    constexpr int kShared = Form::kStages * GroupStage<kFormat, Form>::kBytes + kSums + kGroupAlign;
     static_assert(kShared <= 227 * 1024, "more than a multiprocessor has");
-    const auto kernel = packed_groups<kFormat, kEpilogue, kTokens, kStages, kSliced>;
+    const auto kernel = packed_groups<kFormat, kEpilogue, Form, kSliced>;
     const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     if (ready != cudaSuccess) return ready;
-    DIX_LAUNCH(kernel, num_blocks, kGroupThreads, kShared, stream, p, slices);
+    DIX_LAUNCH(kernel, num_blocks, Form::kThreads, kShared, stream, p, slices);
     return cudaGetLastError();
 }
 
@@ -264,12 +270,13 @@ template <Epilogue kEpilogue>
 int choose_groups(const PackedGemm& p, int format, int form, int slices, int num_blocks, cudaStream_t stream) {
     const bool divided = slices == 4 || slices == 8;
     if (slices != 1 && (!divided || format != kFp8 || slices > p.blocks)) return cudaErrorInvalidValue;
-    if (format == kFp8 && divided && form == 2) return launch_groups<kFp8, kEpilogue, 64, 6, true>(p, slices, num_blocks, stream);
-    if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, 128, 3, true>(p, slices, num_blocks, stream);
-    if (format == kFp8) return launch_groups<kFp8, kEpilogue, 128, 6>(p, 1, num_blocks, stream);
-    if (form == 0) return launch_groups<kFp4, kEpilogue, 128, 4>(p, 1, num_blocks, stream);
-    if (form == 1) return launch_groups<kFp4, kEpilogue, 128, 8>(p, 1, num_blocks, stream);
-    if (form == 2) return launch_groups<kFp4, kEpilogue, 64, 10>(p, 1, num_blocks, stream);
+    if (format == kFp8 && divided && form == 2) return launch_groups<kFp8, kEpilogue, GroupForm<64, 8, 2, 6>, true>(p, slices, num_blocks, stream);
+    if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 3>, true>(p, slices, num_blocks, stream);
+    if (format == kFp8) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 6>>(p, 1, num_blocks, stream);
+    if (form == 1) return launch_groups<kFp4, kEpilogue, GroupForm<128, 8, 2, 8>>(p, 1, num_blocks, stream);
+    if (form == 2) return launch_groups<kFp4, kEpilogue, GroupForm<64, 8, 2, 10>>(p, 1, num_blocks, stream);
+    if (form == 3) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8>>(p, 1, num_blocks, stream);
+    if (form == 4) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 10>>(p, 1, num_blocks, stream);
     return cudaErrorInvalidValue;
 }
 

@@ -107,12 +107,13 @@ def experts(setting: Setting) -> dict[str, Forms]:
     """Of all experts, and of one rank's 48 among eight, of which 256 tokens choose 32 rows each."""
     from deepinfer_cli.opbench.cases.moe import expert_problem
     from engine.ops.cuda import packed_experts
-    from engine.ops.cuda.packed_gemm import Shape
+    from engine.ops.cuda.packed_gemm import Shape, machine
     from engine.ops.packed_experts import PACKED_EXPERTS
 
     shapes = {
-        "16 tiles, 4 stages": Shape(16, warpgroups=True, form=0), "16 tiles, 8 stages": Shape(16, warpgroups=True, form=1),
-        "8 tiles, 10 stages": Shape(8, warpgroups=True), "4 tiles of mma.sync": Shape(4), "16 tiles of mma.sync": Shape(16),
+        "8 warps, 16 tiles": Shape(16, warpgroups=True), "16 warps, 16 tiles": Shape(16, warpgroups=True, form=3),
+        "8 warps, 8 tiles": Shape(8, warpgroups=True), "16 warps, 8 tiles": Shape(8, warpgroups=True, form=3),
+        "mma.sync, 4 tiles": Shape(4),
     }  # fmt: skip
     found: dict[str, Forms] = {}
     for tokens, share in ((256, 48), (512, 48), (1024, 0), (4096, 0), (32_768, 0)):
@@ -132,8 +133,18 @@ def experts(setting: Setting) -> dict[str, Forms]:
 
             return [call], lambda: relative_error(call()[few], wanted)
 
+        def routed(shape: Shape, problem=(x, ids, weights, packed, limit)) -> tuple[Sequence[Call], Callable[[], float]]:
+            def call() -> torch.Tensor:
+                packed_experts.division = lambda *_: shape  # type: ignore[assignment]
+                return packed_experts.run_routed(*machine(problem[0].device), *problem, False)
+
+            return [call], lambda: 0.0 if call().isfinite().all() else 1.0
+
         mine = {name: shape for name, shape in shapes.items() if tokens <= 1024 or "mma" not in name}
-        found[f"experts, {tokens} tokens{f' of {share}' if share else ''}"] = {name: form(shape) for name, shape in mine.items()}
+        found[f"experts, {tokens} tokens{f' of {share}' if share else ''}"] = {
+            **{name: form(shape) for name, shape in mine.items()},
+            **{f"{name}, routed alone": routed(shape) for name, shape in mine.items() if share},
+        }
     return found
 
 

@@ -205,7 +205,7 @@ def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> G
 def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format, epilogue: Epilogue, shape: Shape, num_blocks: int) -> None:
     if shape.warpgroups:
         assert run.groups is not None, f"{shape} on a machine without products of warpgroups"
-        form = 2 if shape.tiles == MOST_TILES else shape.form
+        form = shape.form + (shape.tiles == MOST_TILES)
         status = run.groups(ctypes.byref(arguments), format, epilogue, form, shape.slices, num_blocks, stream)
     elif shape.tiles == MANY:
         assert shape.slices == 1, f"{shape}: many tokens are divided among warpgroups only"
