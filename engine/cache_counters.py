@@ -12,8 +12,8 @@ from engine.page_mover import PageMover
 from engine.request import Sequence
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
-from hicache.index import DEFAULT_PRIORITY
 from hicache.policy import Miss
+from hicache.ranking import DEFAULT_PRIORITY
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -143,7 +143,7 @@ class CacheCounters:
 def arena_leaves(cache: HostCache, mover: PageMover) -> dict[str, Any]:
     """What the arena holds and what it has evicted."""
     pool, num_pages = cache.pool, cache.pool.count(Owner.PAGE)
-    default = sum(cache.index.pages_of_rank[2 * DEFAULT_PRIORITY : 2 * DEFAULT_PRIORITY + 2])
+    default = sum(cache.index.ranks.num_pages[2 * DEFAULT_PRIORITY : 2 * DEFAULT_PRIORITY + 2])
     return {
         "evictions_total": cache.evicted_pages,
         "evicted_tokens_total": cache.evicted_pages * cache.page_tokens,
@@ -155,12 +155,12 @@ def arena_leaves(cache: HostCache, mover: PageMover) -> dict[str, Any]:
             "leased": pool.count(Owner.LEASED),
             "absent": pool.count(Owner.ABSENT),
         },
-        "states": cache.index.num_states,
-        "pages_unreachable": cache.index.num_unreachable,
+        "states": len(cache.index.states),
+        "pages_unreachable": cache.index.states.num_unreachable,
         "priority_pages": {
-            "low": len(cache.index) - cache.index.num_raised - default,
+            "low": len(cache.index) - cache.index.ranks.num_raised - default,
             "default": default,
-            "high": cache.index.num_raised,
+            "high": cache.index.ranks.num_raised,
         },
         "priorities_refused_total": cache.refused_priorities,
         "transfer": {mover.transfer.name: 1},

@@ -76,7 +76,7 @@ def flip(
         ConfigError: nothing is stored yet, or an argument is out of range.
     """
     index = cache.index
-    state = index.newest_state(StateReason.RESEND)
+    state = index.states.newest(StateReason.RESEND)
     if state == NONE:
         raise ConfigError("no window state is stored yet", hint="send a prompt of several pages first")
     path = index.path_to(index.parent[state])

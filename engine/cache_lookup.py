@@ -82,9 +82,9 @@ class PrefixLookup:
             return Plan(PlanKind.HIT, tokens, "peer", match)
         if match.replay_end:
             return Plan(PlanKind.HIT, tokens, f"{self._replay.mode}_replay", match)
-        self._cache.index.pin_state(state)
+        self._cache.index.states.pin(state)
         match.state = state
-        return Plan(PlanKind.HIT, tokens, StateReason(self._cache.index.reason[state]).name.lower(), match)
+        return Plan(PlanKind.HIT, tokens, StateReason(self._cache.index.states.reason[state]).name.lower(), match)
 
     def _cap(self, seq: Sequence) -> int:
         """Most pages that may be restored."""

@@ -50,9 +50,9 @@ class KeptPrefixes:
         if not path:
             return {"pinned_tokens": 0, "restorable_tokens": 0}
         key = keys[-1]
-        states = index.states_on(path)
+        states = index.states.on(path)
         restorable = index.position[states[-1]] if states else 0
-        frames = [*path, *(frame for state in states for frame in index.state_frames(state))]
+        frames = [*path, *(frame for state in states for frame in index.states.frames(state))]
         if ttl_s > 0:
             self._check_room(frames)  # before the earlier pin of the same prompt goes: a refusal leaves that as it is
         if (known := self._kept.pop(key, None)) is not None:
@@ -61,7 +61,7 @@ class KeptPrefixes:
             return {"pinned_tokens": 0, "restorable_tokens": restorable}
         index.pin(path)
         for state in states:
-            index.pin_state(state)
+            index.states.pin(state)
         self._frames.update(frames)
         self._kept[key] = _Kept(path, states, self._clock() + ttl_s)
         self._next_end_s = min(self._next_end_s, self._kept[key].until_s)
@@ -100,8 +100,8 @@ class KeptPrefixes:
     def _release(self, kept: _Kept) -> None:
         index = self._cache.index
         for state in kept.states:
-            self._frames.subtract(index.state_frames(state))
-            index.unpin_state(state)
+            self._frames.subtract(index.states.frames(state))
+            index.states.unpin(state)
         self._frames.subtract(kept.path)
         self._frames = +self._frames
         self._cache.unpin(kept.path)

@@ -43,7 +43,7 @@ class PrefixReader:
             return 0
         if index.has_dropped(match.path):
             return 0
-        frames = index.state_frames(match.state) if match.state != NONE else []
+        frames = index.states.frames(match.state) if match.state != NONE else []
         bad = self._mover.restore(match.path[:num_pages], seq.block_table[:num_pages], frames, seq.state_slot, tokens)
         if bad == INTACT:
             return tokens
@@ -70,5 +70,5 @@ class PrefixReader:
 def unpin_state(cache: HostCache, match: Match) -> None:
     """Let go of a match's state, if it has one."""
     if match.state != NONE:
-        cache.index.unpin_state(match.state)
+        cache.index.states.unpin(match.state)
         match.state = NONE

@@ -112,7 +112,7 @@ class PrefixWriter:
     def states_missing(self, seq: Sequence, match: Match) -> list[bytes]:
         """Keys of the pages at whose end an unfinished prefill has not kept the states that it would have kept."""
         ends = [position for position, _ in prefill_states(seq.prefill_len, self._keep_tokens, self._page_tokens)]
-        state_of, size = self._cache.index.state_of, self._page_tokens
+        state_of, size = self._cache.index.states.of, self._page_tokens
         missing = [p // size - 1 for p in {*match.wanted, *ends}]
         return [match.keys[at] for at in missing if at >= len(match.path) or state_of[match.path[at]] == NONE]
 

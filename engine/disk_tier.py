@@ -98,7 +98,7 @@ class DiskTier:
     def _load(self, keys: list[bytes], tokens: Sequence[int], path: list[int], epoch: int) -> bool:
         """Begin to read the pages after `path` and the state at the end of `keys`. False when there is no room."""
         cache, store = self._cache, self.store
-        with_state = len(path) < len(keys) or cache.index.state_of[path[-1]] == NONE
+        with_state = len(path) < len(keys) or cache.index.states.of[path[-1]] == NONE
         need = len(keys) - len(path) + (cache.frames_per_state if with_state else 0)
         if need > cache.pool.num_frames * _MOST_ARENA_SHARE:
             return False
@@ -158,7 +158,7 @@ class DiskTier:
     def _place_state(self, load: _Load, path: list[int], checksums: list[list[int]]) -> None:
         cache, index = self._cache, self._cache.index
         complete = bool(load.state) and len(checksums) == len(load.pages) + 1 and len(path) == len(load.keys)
-        if not complete or index.state_of[path[-1]] != NONE:
+        if not complete or index.states.of[path[-1]] != NONE:
             cache.pool.free(load.state)
             return
         cache.pool.assign(load.state, Owner.STATE)
@@ -194,8 +194,8 @@ class DiskTier:
             return
         if entry.kind is Kind.PAGE:
             self._cache.drop(page)
-        elif index.state_of[page] != NONE and index.ref[index.state_of[page]] == 0:
-            self._cache.remove_state(index.state_of[page], "audit")
+        elif index.states.of[page] != NONE and index.ref[index.states.of[page]] == 0:
+            self._cache.remove_state(index.states.of[page], "audit")
 
     def note_hit(self, key: bytes) -> None:
         """A prompt resumed at the state of that page."""
@@ -213,7 +213,7 @@ class DiskTier:
         if self.store.full:
             return False
         index, on_disk = self._cache.index, self.store.states
-        recent = islice(index.states_by_recency(), _LOOKED_AT)
+        recent = islice(index.states.by_recency(), _LOOKED_AT)
         candidates = list(islice((state for state in recent if index.key(index.parent[state]) not in on_disk), _COMPARED))
         if not candidates:
             self._rest_until_s = self._clock() + 0.1
@@ -232,7 +232,7 @@ class DiskTier:
                 break
             page = index.parent[page]
         num_bytes = layout.record_bytes(Kind.STATE) + missing * layout.record_bytes(Kind.PAGE)
-        likely = 0.5 if index.reason[state] in (StateReason.TAIL, StateReason.DECODE) else 1.0
+        likely = 0.5 if index.states.reason[state] in (StateReason.TAIL, StateReason.DECODE) else 1.0
         return likely * (self._decayed(index.key(index.parent[state])) + 1) * index.position[state] / num_bytes
 
     def _write(self, state: int) -> None:
@@ -249,10 +249,10 @@ class DiskTier:
             batch.append(self._item(Entry(Kind.PAGE, keys[i], parent, index.position[page], *tokens, 0), [page]))
         reading = {path[i] for i in missing[:room]}
         if len(missing) <= room:
-            frames = index.state_frames(state)
+            frames = index.states.frames(state)
             reading.update(frames)
             parent = keys[-2] if len(keys) > 1 else NO_PARENT
-            batch.append(self._item(Entry(Kind.STATE, keys[-1], parent, index.position[state], 0, 0, index.reason[state]), frames))
+            batch.append(self._item(Entry(Kind.STATE, keys[-1], parent, index.position[state], 0, 0, index.states.reason[state]), frames))
         self._spill = _Spill(reading, self.store.write(batch, self._mover.fence()))
 
     def _item(self, entry: Entry, frames: list[int]) -> Item:

@@ -203,8 +203,8 @@ class PageMover:
         """The same for a state."""
         if self.records is None:
             return
-        frames, page = index.state_frames(state), index.parent[state]
-        key, position, reason = index.key(page), index.position[state], index.reason[state]
+        frames, page = index.states.frames(state), index.parent[state]
+        key, position, reason = index.key(page), index.position[state], index.states.reason[state]
         kinds = [Kind.STATE] + [Kind.MORE] * (len(frames) - 1)
         self._publish(
             frames,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.errors import RequestError
-from hicache.index import DEFAULT_PRIORITY
+from hicache.ranking import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
     from engine.structured_output import Matcher

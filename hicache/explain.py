@@ -49,13 +49,13 @@ class Explainer:
             restored, miss = replay_end - self._replay.tokens, None
         if miss is not None:
             miss = self._misses.refine(miss, keys[: restore_cap(len(tokens), self._keep_tokens, size) // size], scoped)
-        states = [(index.position[s], StateReason(index.reason[s]).name.lower()) for s in index.states_on(path)]
+        states = [(index.position[s], StateReason(index.states.reason[s]).name.lower()) for s in index.states.on(path)]
         return {
             "prompt_tokens": len(tokens),
             "matched_pages": len(path),
             "matched_tokens": len(path) * size,
             "states": [{"position": position, "reason": reason} for position, reason in states],
-            "priority": index.priority(path[-1]) if path else None,
+            "priority": index.ranks.priority(path[-1]) if path else None,
             "restore_tokens": restored,
             "replay": {"mode": str(self._replay.mode), "end": replay_end, "tokens": self._replay.tokens} if replay_end else None,
             "miss": miss.value if miss is not None else "",

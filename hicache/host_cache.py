@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hicache.host_pool import FramePool, Owner
-from hicache.index import DEFAULT_PRIORITY, NONE, PrefixIndex, Ranks, StateReason
+from hicache.index import NONE, PrefixIndex, StateReason
+from hicache.invariants import check_cache
 from hicache.page_tokens import PageTokens
 from hicache.policy import Miss, dispensable_intervals, page_goes_from, restore_cap, superseded, surplus_fork
 from hicache.priority import INHERITED_S, UNUSED, RaisedPaths, Use
+from hicache.ranking import DEFAULT_PRIORITY, Ranks
 
 # One eviction by itself costs ten times what it costs among others, so a few pages of a large arena leave together, before they have to.
 _AHEAD_SHARE, _MOST_AHEAD = 1 / 1024, 64
@@ -78,15 +80,15 @@ class HostCache:
         priority, none when it has the lower one."""
         index = self.index
         full_worth = self.frames_per_state * self.page_tokens
-        while (state := index.oldest_state()) != NONE:
-            worth = index.worth(state, self.frames_per_state)
+        while (state := index.states.oldest()) != NONE:
+            worth = index.states.worth(state, self.frames_per_state)
             if worth < full_worth:
-                above = index.priority(index.parent[state]) - index.lowest_page_priority()
+                above = index.ranks.priority(index.parent[state]) - index.ranks.lowest_priority()
                 if above:
-                    return state, index.clock if above > 0 else NONE
-                return state, index.clock - page_goes_from(index.clock - index.stamp[state], worth, full_worth)
-            index.unlist_state(state)  # it saves more than its memory costs: it leaves with its page
-        return NONE, index.clock
+                    return state, index.lists.clock if above > 0 else NONE
+                return state, index.lists.clock - page_goes_from(index.lists.clock - index.lists.stamp[state], worth, full_worth)
+            index.states.unlist(state)  # it saves more than its memory costs: it leaves with its page
+        return NONE, index.lists.clock
 
     def _free_pages(self, frames: list[int]) -> None:
         """Give back evicted pages; the last one's state, if it had one, follows them in `frames`."""
@@ -99,7 +101,7 @@ class HostCache:
 
     def remove_state(self, state: int, why: str) -> None:
         """Evict a state; its page stays."""
-        frames = self.index.evict_state(state)
+        frames = self.index.states.remove(state)
         self.evicted_frames[f"state/{why}"] += len(frames)
         self.pool.free(frames)
 
@@ -141,11 +143,11 @@ class HostCache:
 
     def reuse_state(self, page: int, reason: StateReason) -> bool:
         """Whether `page` has a state already; it becomes the most recent one, and keeps the more lasting of the two reasons."""
-        index, state = self.index, self.index.state_of[page]
+        index, state = self.index, self.index.states.of[page]
         if state == NONE:
             return False
-        index.reason[state] = min(index.reason[state], reason)
-        index.touch_state(state)
+        index.states.reason[state] = min(index.states.reason[state], reason)
+        index.states.touch(state)
         return True
 
     def room_for_state(self, path: Sequence[int], *, evict: bool) -> bool:
@@ -159,18 +161,18 @@ class HostCache:
         return self.pool.num_free >= need or (evict and self.make_room(need))
 
     def _at_cap(self) -> bool:
-        return self.max_states > 0 and self.index.num_states >= self.max_states
+        return self.max_states > 0 and len(self.index.states) >= self.max_states
 
     def _evict_oldest_state(self) -> bool:
-        state = self.index.oldest_state()
+        state = self.index.states.oldest()
         if state != NONE:
             self.remove_state(state, "cap")
         return state != NONE
 
     def _thin(self, path: Sequence[int]) -> None:
         index = self.index
-        states = index.states_on(path)
-        described = [(index.position[s], StateReason(index.reason[s])) for s in states]
+        states = index.states.on(path)
+        described = [(index.position[s], StateReason(index.states.reason[s])) for s in states]
         for at in {*superseded(described), *dispensable_intervals(described, self.state_interval)}:
             if index.ref[states[at]] == 0:
                 self.remove_state(states[at], "superseded")
@@ -178,8 +180,8 @@ class HostCache:
     def limit_forks(self, path: Sequence[int], most: int) -> None:
         """Before another fork state is kept on `path`: give up the least useful one if there are `most` already."""
         index = self.index
-        states = index.states_on(path)
-        at = surplus_fork([(index.position[s], StateReason(index.reason[s])) for s in states], most)
+        states = index.states.on(path)
+        at = surplus_fork([(index.position[s], StateReason(index.states.reason[s])) for s in states], most)
         if at is not None and index.ref[states[at]] == 0:
             self.remove_state(states[at], "fork")
 
@@ -190,41 +192,12 @@ class HostCache:
             return NONE, Miss.SHORT
         if not path:
             return NONE, Miss.NO_PAGE
-        state = self.index.deepest_state(path, cap // self.page_tokens)
+        state = self.index.states.deepest(path, cap // self.page_tokens)
         if state != NONE and self.index.position[state] >= shortest:
             return state, None
-        beyond = self.index.deepest_state(path, len(path))
+        beyond = self.index.states.deepest(path, len(path))
         return NONE, Miss.NO_STATE if beyond in (NONE, state) else Miss.KEEP_CAP
 
     def check(self) -> None:
         """Assert every invariant that can be seen from outside. For tests: O(entries)."""
-        pool, index = self.pool, self.index
-        held = {owner: pool.count(owner) for owner in Owner}
-        assert sum(held.values()) == pool.num_frames, f"frames do not add up: {held}"
-        pages = set(index.pages())
-        assert len(pages) == len(index)
-        assert all(pool.owner(p) is Owner.PAGE for p in pages)
-        states = [index.state_of[p] for p in pages if index.state_of[p] != NONE]
-        frames = [f for s in states for f in index.state_frames(s)]
-        assert len(set(frames)) == len(frames)
-        assert all(pool.owner(f) is Owner.STATE for f in frames)
-        children: Counter[int] = Counter()
-        for page in pages:
-            parent = index.parent[page]
-            children[parent] += parent != NONE
-            assert parent == NONE or parent in pages, f"page {page} lost its parent {parent}"
-            assert parent == NONE or index.ref[parent] >= index.ref[page], f"page {page} is pinned more often than its parent"
-            pinned = index.ref[page] > 0  # the ranks of a pinned path are settled with its last pin
-            assert parent == NONE or pinned or index.rank[parent] >= index.rank[page], f"page {page} ranks above its parent"
-        assert all(index.num_children[p] == children[p] for p in pages)
-        of_rank = Counter(index.rank[p] for p in pages)
-        if not index.has_dropped(list(pages)):
-            assert {rank: n for rank, n in enumerate(index.pages_of_rank) if n} == dict(of_rank)
-            assert index.num_raised == sum(map(index.is_raised, pages))
-            assert index.num_protected == sum(index.rank[p] & 1 for p in pages)
-            reached = {page for state in states for page in index.path_to(index.parent[state])}
-            assert index.num_unreachable == len(pages - reached)
-        listed = list(index.by_recency())
-        assert set(listed) == {p for p in pages if index.ref[p] == 0}
-        rank = {page: i for i, page in enumerate(listed)}
-        assert all(rank[p] < rank.get(index.parent[p], len(listed)) for p in listed), "a page is more recent than its parent"
+        check_cache(self)

@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache.index import DEFAULT_PRIORITY, PrefixIndex
+from hicache.index import PrefixIndex
+from hicache.ranking import DEFAULT_PRIORITY
 
 MOST_RAISED_SHARE = 0.5  # of all frames: pages above the default priority; the rest is left to traffic
 INHERITED_S = 3600.0  # what a killed rank left above the default keeps its priority that long, since the end of it is not known
@@ -51,7 +52,7 @@ class RaisedPaths:
     def allows(self, path: Sequence[int]) -> bool:
         """Whether one more path may be raised: pages above the default must not fill the arena."""
         index = self._index
-        return index.num_raised + sum(not index.is_raised(frame) for frame in path) <= MOST_RAISED_SHARE * index.num_frames
+        return index.ranks.num_raised + sum(not index.is_raised(frame) for frame in path) <= MOST_RAISED_SHARE * index.num_frames
 
     def raise_for(self, path: Sequence[int], seconds: float) -> None:
         """Pages of a path are about to rank above the default for `seconds`."""
@@ -80,7 +81,7 @@ class RaisedPaths:
         """Deepest first. A page whose end is a later one stays, and what lies below such a page ended before it."""
         for frame in reversed(path):
             if self._until[frame] == end and self._index.is_raised(frame):
-                self._index.lower(frame)
+                self._index.ranks.lower(frame)
 
     def clear(self) -> None:
         """The cache was reset."""

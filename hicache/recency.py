@@ -13,6 +13,7 @@ class RecencyLists:
     """Entries 0..num_entries-1, each in at most one of `num_lists` lists.
 
     List n is a ring through its head, entry `num_entries + n`: `next[head]` is the least recent entry, `prev[head]` the most recent one.
+    stamp: of an entry, the clock at its last use, in ticks; its users write it.
     """
 
     def __init__(self, num_entries: int, num_lists: int) -> None:
@@ -21,17 +22,28 @@ class RecencyLists:
         self.prev, self.next = array("i", [NONE]) * size, array("i", [NONE]) * size
         for head in range(num_entries, size):
             self.prev[head] = self.next[head] = head
+        self.clock = 0
+        self.stamp = array("q", [0]) * num_entries
         self._used: list[int] = []  # lists that ever held an entry, ascending: few, whatever the number of lists
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.prev.itemsize * len(self.prev)
+        return 2 * self.prev.itemsize * len(self.prev) + self.stamp.itemsize * len(self.stamp)
+
+    def tick(self) -> int:
+        """Something is used now. Returns the clock."""
+        self.clock += 1
+        return self.clock
 
     def head(self, number: int) -> int:
         """The head of a list into which entries are about to be linked."""
         if number not in self._used:
             insort(self._used, number)
         return self.first_head + number
+
+    def clear(self, entry: int) -> None:
+        """The entry is a new one: its links are those of a former one and lead nowhere."""
+        self.prev[entry] = self.next[entry] = NONE
 
     def holds(self, entry: int) -> bool:
         """Whether an entry is in a list."""
@@ -59,7 +71,7 @@ class RecencyLists:
         if before == NONE:
             return
         self.next[before], self.prev[after] = after, before
-        self.prev[entry] = self.next[entry] = NONE
+        self.clear(entry)
 
     def oldest(self, number: int) -> int:
         """The least recent entry of a list, or -1."""

@@ -8,7 +8,8 @@ from typing import Self
 
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
-from hicache.index import DEFAULT_PRIORITY, StateReason
+from hicache.index import StateReason
+from hicache.ranking import DEFAULT_PRIORITY
 
 
 class PageReservation:

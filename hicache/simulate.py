@@ -113,7 +113,7 @@ class _Simulator:
         if replay_end:
             restored = replay_end - self.replay.tokens
         elif state != NONE:
-            index.touch_state(state)
+            index.states.touch(state)
         self._count(keys, num_tokens, restored)
         self.admission.see(keys)
         if not (replay_end and self.replay.approximate):

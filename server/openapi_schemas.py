@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicache.index import MOST_PRIORITY
+from hicache.ranking import MOST_PRIORITY
 from server.conversation import MAX_MESSAGES
 from server.fields import INT64_MAX, INT64_MIN
 from server.schemas import MAX_BIASES, MAX_CHOICES, MAX_HINT, MAX_PIN_S, MAX_PROMPTS, MAX_STOP_LENGTH, MAX_STOPS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request import SamplingParams
-from hicache.index import DEFAULT_PRIORITY, MOST_PRIORITY
+from hicache.ranking import DEFAULT_PRIORITY, MOST_PRIORITY
 from server.errors import ApiError, BadRequest
 from server.fields import INT64_MAX, INT64_MIN, Fields, as_integer, token_id
 

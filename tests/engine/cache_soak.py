@@ -249,7 +249,7 @@ class Life:
         assert blocks.blocks.num_used == blocks.slots.num_used == 0
         assert cache.pool.count(Owner.RESERVED) == cache.pool.count(Owner.LEASED) == 0
         index, pages = cache.index, cache.index.pages()
-        assert not [frame for frame in [*pages, *index.states_on(pages)] if index.ref[frame]], "pages or states are pinned"
+        assert not [frame for frame in [*pages, *index.states.on(pages)] if index.ref[frame]], "pages or states are pinned"
 
     def _read(self, step: int) -> None:
         self.drain()

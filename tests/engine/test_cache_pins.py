@@ -133,7 +133,7 @@ def test_damage_ends_a_pin_so_that_the_prefix_is_stored_anew(cache: PrefixCache,
     index = cache.cache.index
     cap = best // cache.cache.page_tokens
     path = index.match(cache._keys.page_keys(WANTED))
-    frame = path[0] if target == "page" else index.state_of[path[cap - 1]]
+    frame = path[0] if target == "page" else index.states.of[path[cap - 1]]
     cache.mover.arena.rows[frame] += 1
     assert run(cache, WANTED).cached_tokens == 0
     assert cache.counters.checksum_errors == 1

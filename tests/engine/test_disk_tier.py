@@ -150,10 +150,10 @@ def test_order_of_eviction_is_not_changed_by_writing(tmp_path: Path) -> None:
     cache = start(tmp_path)
     for prompt in PROMPTS:
         serve(cache, prompt)
-    order = list(cache.cache.index.by_recency()), list(cache.cache.index.states_by_recency())
+    order = list(cache.cache.index.by_recency()), list(cache.cache.index.states.by_recency())
     spill_all(cache)
     assert figures(cache)["states"] == len(order[1])
-    assert (list(cache.cache.index.by_recency()), list(cache.cache.index.states_by_recency())) == order
+    assert (list(cache.cache.index.by_recency()), list(cache.cache.index.states.by_recency())) == order
     cache.close()
 
 

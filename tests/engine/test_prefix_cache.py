@@ -393,7 +393,7 @@ def test_random_sessions_under_pressure_restore_only_right_bytes_and_leak_nothin
         seq.state_slot = slot
         index = cache.cache.index
         path = index.match(cache._keys.page_keys(tokens))
-        states = [index.position[s] for s in index.states_on(path)]
+        states = [index.position[s] for s in index.states.on(path)]
         plan = cache.plan(seq)
         assert plan.restore_tokens == max([s for s in states if s <= restore_cap(len(tokens), KEEP, BLOCK)], default=0)
         if rng.random() < 0.2:

@@ -10,8 +10,8 @@ import pytest
 from engine.cache_contract import PlanKind
 from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Sequence
-from hicache.index import DEFAULT_PRIORITY
 from hicache.page_tokens import PageTokens
+from hicache.ranking import DEFAULT_PRIORITY
 from tests.engine.test_prefix_cache import _ids, admit, assert_idle, make_cache, prefill, run
 from tests.engine.test_prefix_cache_restart import PROMPTS, hits, kill, start
 from tests.hicache.fake_kv import make_sequence
@@ -233,7 +233,7 @@ def test_pages_beyond_the_last_state_are_counted_as_unreachable() -> None:
     run(cache, PROMPT)
     assert cache.stats()["pages_unreachable"] == 2  # the state lies at 32 of 40
     index = cache.cache.index
-    cache.cache.remove_state(index.states_on(index.match(cache._keys.page_keys(PROMPT)))[0], "test")
+    cache.cache.remove_state(index.states.on(index.match(cache._keys.page_keys(PROMPT)))[0], "test")
     assert cache.stats()["pages_unreachable"] == 10
 
 

@@ -195,7 +195,7 @@ def expected_start(cache: PrefixCache, tokens: list[int], mode: str) -> int:
     """The rule in its shortest form, from the index's own pages and states, with `short_window`."""
     index = cache.cache.index
     path, cap = index.match(cache._keys.page_keys(tokens)), restore_cap(len(tokens), KEEP, BLOCK)
-    state = max([index.position[s] for s in index.states_on(path) if index.position[s] <= cap], default=0)
+    state = max([index.position[s] for s in index.states.on(path) if index.position[s] <= cap], default=0)
     end = min(len(path) * BLOCK, cap)
     if mode == "exact" and end - state > 12:
         return end - 12

@@ -126,12 +126,12 @@ def test_evicted_frames_are_never_taken_over_as_what_they_were(tmp_path: Path) -
             run(cache, base[: rng.randrange(9, 41)] + [rng.randrange(50) for _ in range(rng.randrange(12))])
         index = cache.cache.index
         before = {index.key(frame): frame for frame in index.pages()}
-        states = index.num_states
+        states = len(index.states)
         kill(cache)
         again = start(tmp_path, num_frames=40)
         found = again.cache.index
         assert {found.key(frame): frame for frame in found.pages()} == before
-        assert again.cache.index.num_states == states
+        assert len(again.cache.index.states) == states
         assert again.cache.pool.count(Owner.PAGE) == len(before)
         kill(again)
 

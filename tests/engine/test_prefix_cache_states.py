@@ -38,8 +38,8 @@ def herd_cache(clock: Clock, **knobs: object) -> PrefixCache:
 def states(cache: PrefixCache) -> dict[int, str]:
     """Position -> reason of every state."""
     index = cache.cache.index
-    found = [index.state_of[page] for page in index.pages() if index.state_of[page] >= 0]
-    return {index.position[s]: StateReason(index.reason[s]).name for s in found}
+    found = [index.states.of[page] for page in index.pages() if index.states.of[page] >= 0]
+    return {index.position[s]: StateReason(index.states.reason[s]).name for s in found}
 
 
 def test_prompt_that_leaves_a_path_far_beyond_its_last_state_keeps_one_there_for_the_next() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 import torch
 
 from engine.request import Request, SamplingParams, Sequence
-from hicache.index import DEFAULT_PRIORITY
+from hicache.ranking import DEFAULT_PRIORITY
 
 
 def expand(seed: bytes, num_bytes: int) -> torch.Tensor:

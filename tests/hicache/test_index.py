@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hicache.host_cache import HostCache
-from hicache.index import DEFAULT_PRIORITY, NONE, StateReason
+from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.native_page_map import open_page_map
 from hicache.page_map import PageMap
 from hicache.policy import Victim, victim
 from hicache.priority import UNUSED, Use
+from hicache.ranking import DEFAULT_PRIORITY
 from hicache.reservation import PageReservation, StateReservation
 
 PAGE, STATE_FRAMES = 1, 3
@@ -272,7 +273,7 @@ class Twins:
 
     def store_state(self, at: int, depth: int) -> None:
         path, naive_path = self.held[at].path[:depth], self.held[at].naive_path[:depth]
-        if not path or self.real.index.state_of[path[-1]] != NONE:
+        if not path or self.real.index.states.of[path[-1]] != NONE:
             return
         room = self.naive.make_room(STATE_FRAMES)
         with StateReservation(self.real, path, evict=True) as reservation:
@@ -283,12 +284,12 @@ class Twins:
 
     def touch_state(self, at: int) -> None:
         path, naive_path = self.held[at].path, self.held[at].naive_path
-        state = self.real.index.deepest_state(path, len(path))
+        state = self.real.index.states.deepest(path, len(path))
         usable = [p for p in naive_path if p in self.naive.states]
         assert (state == NONE) == (not usable)
         if usable:
             assert self.real.index.position[state] == len(usable[-1])
-            self.real.index.touch_state(state)
+            self.real.index.states.touch(state)
             self.naive.touch_state(usable[-1])
 
     def close(self, at: int) -> None:
@@ -298,12 +299,12 @@ class Twins:
 
     def check(self, deep: bool = True) -> None:
         assert len(self.real.index) == len(self.naive.pages)
-        assert self.real.index.num_states == len(self.naive.states)
+        assert len(self.real.index.states) == len(self.naive.states)
         assert self.real.pool.num_free == self.naive.free
         if deep:
             self.real.check()
             index = self.real.index
-            ranks = {index.key(page): index.rank[page] for page in index.pages()}
+            ranks = {index.key(page): index.ranks.of[page] for page in index.pages()}
             assert ranks == {self.keys.page_keys(p)[-1]: rank for p, rank in self.naive.ranks.items()}
 
     def random_step(self, rng: random.Random) -> None:
@@ -445,9 +446,9 @@ def test_deepest_usable_state_is_not_hidden_by_a_deeper_one() -> None:
     for depth in (2, 5):
         with StateReservation(cache, path[:depth], evict=False) as state:
             state.commit(StateReason.RESEND)
-    assert cache.index.position[cache.index.deepest_state(path, 5)] == 20
-    assert cache.index.position[cache.index.deepest_state(path, 4)] == 8
-    assert cache.index.deepest_state(path, 1) == NONE
+    assert cache.index.position[cache.index.states.deepest(path, 5)] == 20
+    assert cache.index.position[cache.index.states.deepest(path, 4)] == 8
+    assert cache.index.states.deepest(path, 1) == NONE
 
 
 def test_state_that_saves_more_than_its_memory_leaves_with_its_page_only() -> None:
@@ -459,9 +460,9 @@ def test_state_that_saves_more_than_its_memory_leaves_with_its_page_only() -> No
         state.commit(StateReason.ANCHOR)
     cache.unpin(path)
     assert cache.make_room(2)
-    assert cache.index.num_states == 1
+    assert len(cache.index.states) == 1
     assert cache.make_room(3)
-    assert cache.index.num_states == 0
+    assert len(cache.index.states) == 0
     assert len(cache.index) == 2
 
 
@@ -470,4 +471,4 @@ def test_state_walks_back_to_its_frames_in_order() -> None:
     with PageReservation(cache, 1) as reservation:
         path = reservation.commit(NONE, [b"k" * 32], 0, [7])
     with StateReservation(cache, path, evict=False) as state:
-        assert cache.index.state_frames(state.commit(StateReason.TAIL)) == state.frames
+        assert cache.index.states.frames(state.commit(StateReason.TAIL)) == state.frames

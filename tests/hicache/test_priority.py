@@ -8,9 +8,10 @@ import pytest
 
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
-from hicache.index import DEFAULT_PRIORITY, NONE, StateReason
+from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
 from hicache.priority import MOST_RAISED_SHARE, Use
+from hicache.ranking import DEFAULT_PRIORITY
 from hicache.reservation import PageReservation, StateReservation
 
 KEYS = KeySpace("m", "f", 1)
@@ -74,16 +75,16 @@ def test_raised_continuation_raises_its_ancestors_and_not_their_other_children(c
     evict(cache, 1)
     assert (stored(cache, [1, 2, 3]), stored(cache, [1, 2, 9])) == (2, 3)
     index = cache.index
-    assert [index.priority(page) for page in index.match(KEYS.page_keys([1, 2, 9]))] == [90, 90, 90]
+    assert [index.ranks.priority(page) for page in index.match(KEYS.page_keys([1, 2, 9]))] == [90, 90, 90]
 
 
 def test_hit_never_lowers_a_priority_and_a_higher_one_raises_it(cache: HostCache) -> None:
     store(cache, [1, 2], 50)
     store(cache, [1, 2], 10)
     page = cache.index.match(KEYS.page_keys([1, 2]))[-1]
-    assert cache.index.priority(page) == 50
+    assert cache.index.ranks.priority(page) == 50
     store(cache, [1, 2], 70)
-    assert cache.index.priority(page) == 70
+    assert cache.index.ranks.priority(page) == 70
 
 
 def test_hit_of_an_ordinary_request_lifts_what_was_to_leave_first(cache: HostCache) -> None:
@@ -101,10 +102,10 @@ def test_raised_priority_ends_with_its_time_and_the_latest_end_counts(cache: Hos
     root, first, second = index.find(KEYS.page_keys([1])[0]), *(index.match(KEYS.page_keys(p))[-1] for p in ([1, 2], [1, 5]))
     clock.now = 10.0
     cache.expire()
-    assert [index.priority(p) for p in (root, first, second)] == [80, DEFAULT_PRIORITY, 60]
+    assert [index.ranks.priority(p) for p in (root, first, second)] == [80, DEFAULT_PRIORITY, 60]
     clock.now = 20.0
     cache.expire()
-    assert [index.priority(p) for p in (root, first, second)] == [DEFAULT_PRIORITY] * 3
+    assert [index.ranks.priority(p) for p in (root, first, second)] == [DEFAULT_PRIORITY] * 3
     cache.check()
 
 
@@ -113,7 +114,7 @@ def test_priority_without_an_end_outlasts_one_with_an_end(cache: HostCache, cloc
     store(cache, [1], 90, seconds=1)
     clock.now = 100.0
     cache.expire()
-    assert cache.index.priority(cache.index.match(KEYS.page_keys([1]))[0]) == 90
+    assert cache.index.ranks.priority(cache.index.match(KEYS.page_keys([1]))[0]) == 90
 
 
 def test_end_of_a_priority_does_not_touch_what_uses_its_frames_now(cache: HostCache, clock: Clock) -> None:
@@ -122,7 +123,7 @@ def test_end_of_a_priority_does_not_touch_what_uses_its_frames_now(cache: HostCa
     store(cache, [3, 4], 70)
     clock.now = 10.0
     cache.expire()
-    assert [cache.index.priority(p) for p in cache.index.match(KEYS.page_keys([3, 4]))] == [70, 70]
+    assert [cache.index.ranks.priority(p) for p in cache.index.match(KEYS.page_keys([3, 4]))] == [70, 70]
     cache.check()
 
 
@@ -139,9 +140,9 @@ def test_equal_ends_lower_the_deeper_pages_first(cache: HostCache, clock: Clock)
 def test_raised_pages_take_at_most_their_share_of_the_arena(cache: HostCache) -> None:
     most = int(MOST_RAISED_SHARE * 20)
     store(cache, list(range(most)), 90)
-    assert cache.index.num_raised == most
+    assert cache.index.ranks.num_raised == most
     store(cache, [100], 90)
-    assert (cache.index.num_raised, cache.refused_priorities) == (most, 1)
+    assert (cache.index.ranks.num_raised, cache.refused_priorities) == (most, 1)
     store(cache, list(range(most)), 95)  # what is raised already may be raised further
     assert cache.refused_priorities == 1
 
@@ -152,7 +153,7 @@ def test_state_of_lower_priority_leaves_before_pages_of_a_higher_one(cache: Host
     path = cache.index.match(KEYS.page_keys([1]))
     cache.index.pin(path)  # its page cannot leave, so that the state stands against the other page
     assert cache.make_room(cache.pool.num_free + 1)
-    assert (cache.index.num_states, stored(cache, [2])) == (1, 1)
+    assert (len(cache.index.states), stored(cache, [2])) == (1, 1)
     cache.unpin(path)
 
 
@@ -177,10 +178,10 @@ def test_inherited_priorities_hold_for_an_hour_and_ancestors_keep_up(clock: Cloc
     cache.pool.hold([0, 1], Owner.PAGE)
     cache.inherit([0, 1])
     cache.check()
-    assert [cache.index.priority(page) for page in (0, 1)] == [60, 60]
+    assert [cache.index.ranks.priority(page) for page in (0, 1)] == [60, 60]
     clock.now = 3600.0
     cache.expire()
-    assert [cache.index.priority(page) for page in (0, 1)] == [DEFAULT_PRIORITY] * 2
+    assert [cache.index.ranks.priority(page) for page in (0, 1)] == [DEFAULT_PRIORITY] * 2
 
 
 def test_pages_of_a_large_prompt_leave_before_older_ones(clock: Clock) -> None:
@@ -201,7 +202,7 @@ def test_visited_pages_are_protected_until_others_need_the_room() -> None:
     for token in range(10, 18):
         store(cache, [token])
         store(cache, [token])
-    assert cache.index.num_protected == 8
+    assert cache.index.ranks.num_protected == 8
     evict(cache, 2)
     assert stored(cache, [1, 2]) == 0
 

@@ -89,7 +89,7 @@ class Stored:
         found = {}
         for number, rank in enumerate(self._cluster.ranks):
             index = rank.cache.cache.index
-            state = index.deepest_state(index.match(keys.chain[1:]), most_tokens // BLOCK)
+            state = index.states.deepest(index.match(keys.chain[1:]), most_tokens // BLOCK)
             found[number] = index.position[state] if state != NONE else 0
         return found
 
