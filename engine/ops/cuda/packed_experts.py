@@ -8,7 +8,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.ops.cuda import packed_gemm
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_gemm import (
     MANY,
@@ -113,7 +112,7 @@ def run_routed(
     """
     (tokens, choices), w13, w2 = ids.shape, experts.w13, experts.w2
     ids, weights = ids.contiguous(), weights.contiguous()
-    shape = by_warpgroups(division(tokens, choices, w13.groups * ranks), run, warpgroups and (packed_gemm.SAME_SUMS or not fixed))
+    shape = by_warpgroups(division(tokens, choices, w13.groups * ranks), run, warpgroups)
     lists = ids if tokens <= _NO_LISTS and not partial else expert_lists(run, stream, ids, w13.groups, shape.tiles)
     act = source.new_empty(tokens * choices, w2.columns)
     routed(run, stream, padded(source, w13), w13, lists, act, shape, Epilogue.SWIGLU, divisor=choices, weights=weights, limit=limit)

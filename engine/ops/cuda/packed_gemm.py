@@ -15,8 +15,6 @@ from engine.ops.packed_weights import Format, PackedWeights
 TILE_TOKENS = 8
 MOST_TILES = 8  # of an item of the kernel for few tokens
 MANY = 16  # tiles of an item of the kernel for many tokens
-# Whether wgmma and mma.sync give the same bits for the same sums, so that batch-invariant mode may take either.
-SAME_SUMS = False
 
 
 class Epilogue(IntEnum):
@@ -72,7 +70,7 @@ def fixed_shape(run: Kernels, rows: int, packed: PackedWeights, slices: int) -> 
 
     slices: wanted. Many rows are added in that order by warpgroups only, so elsewhere, and of fewer blocks of columns, there is one.
     """
-    warpgroups = SAME_SUMS and run.groups is not None
+    warpgroups = run.groups is not None
     slices = slices if warpgroups and slices <= packed.blocks else 1
     if rows <= TILE_TOKENS * MOST_TILES:
         return Shape(tiles_of(rows), slices)
