@@ -11,9 +11,10 @@ from engine.loader import WeightSource
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
 from engine.models.probe import Probe
+from engine.ops.expert_logits import expert_logits
 from engine.ops.expert_mlp import expert_mlp, expert_parts
 from engine.ops.fixed_rows import in_groups
-from engine.ops.route_experts import expert_logits, route_experts
+from engine.ops.route_experts import route_experts
 from engine.parallel.expert_exchange import ExpertExchange
 
 

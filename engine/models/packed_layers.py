@@ -13,6 +13,7 @@ from engine.models.config import TextConfig
 from engine.models.moe import choose_experts, skip_expert, slots_by_expert
 from engine.models.numerics import BlockLinear, Linear, Numerics, WideLinear
 from engine.models.probe import Probe
+from engine.ops.expert_logits import expert_logits
 from engine.ops.packed_experts import PackedExperts, packed_experts
 from engine.ops.packed_linear import packed_linear
 from engine.ops.packed_weights import Format, PackedWeights, pack_gate_up
@@ -126,7 +127,7 @@ class PackedMoE:
 
     def __call__(self, x: Tensor, layer: int = -1, probe: Probe | None = None) -> Tensor:
         """x: [T, C]. Returns [T, C] of x's dtype."""
-        logits = self.gate(x) / self.text.gate_temp if self.text.gate_temp != 1.0 else self.gate(x)
+        logits = expert_logits(x, self.gate.weight, self.text.gate_temp)
         ids, weights = choose_experts(logits, self.bias, self.num_chosen, self.text, layer, probe)
         if self.exchange is not None:
             return self.exchange.run(layer, x, ids, weights)

@@ -22,9 +22,15 @@ def expert_logits(x: Tensor, gate: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def _reference(x: Tensor, gate: Tensor) -> Tensor:
-    return dense_linear(x.to(gate.dtype), gate, wide=gate.dtype is torch.bfloat16)
+    if gate.is_cuda and gate.dtype is torch.bfloat16:
+        return dense_linear(x.to(gate.dtype), gate, wide=True)
+    return dense_linear(x.float(), gate.float())
 
 
 EXPERT_LOGITS = Op(
-    "expert_logits", reference=_reference, triton="engine.ops.triton.expert_logits:launch", tolerance=Tolerance(fp32=4e-6, bf16=4e-6)
+    "expert_logits",
+    reference=_reference,
+    triton="engine.ops.triton.expert_logits:launch",
+    invariant={"triton": "engine.ops.triton.expert_logits:launch_invariant"},
+    tolerance=Tolerance(fp32=4e-6, bf16=4e-6),
 )

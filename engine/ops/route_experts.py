@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from engine.ops.dense_linear import dense_linear
 from engine.ops.fixed_rows import in_one_shape
 from engine.ops.registry import Op, check
 from engine.ops.tolerance import Tolerance
@@ -43,9 +42,3 @@ ROUTE_EXPERTS = Op(
     invariant={"reference": _invariant},
     tolerance=Tolerance(fp32=2e-6),
 )
-
-
-def expert_logits(x: Tensor, gate: Tensor, temperature: float) -> Tensor:
-    """[T, C] x [E, C] -> [T, E] fp32. The router runs in fp32: bf16 changes the choice. Source: config key `gate_temp`."""
-    logits = dense_linear(x.float(), gate)
-    return logits if temperature == 1.0 else logits / temperature

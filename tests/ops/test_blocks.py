@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.nn.functional import silu, softplus
 
+from engine.ops.expert_logits import expert_logits
 from engine.ops.expert_mlp import expert_mlp
 from engine.ops.hyper_mixes import hyper_mixes, sinkhorn, sinkhorn_tensors, spread_scale
 from engine.ops.hyper_streams import collapse, expand
 from engine.ops.pool_pairs import pool_pairs
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import plain_frequencies, rotate_, rotation, yarn_frequencies
-from engine.ops.route_experts import expert_logits, route_experts
+from engine.ops.route_experts import route_experts
 
 
 @pytest.fixture(autouse=True)

@@ -192,6 +192,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
         per_row(torch.randint(0, 90, (POOL, 4)), more=(torch.arange(3, 7), *torch.tensor([[[97, 89]] * 3, [[0, 97]] * 3]), 2))
     ],
     "expand": lambda: [per_row(randn(POOL, 40), randn(POOL, 4, 40), torch.rand(POOL, 4), torch.rand(POOL, 4, 4))],
+    "expert_logits": lambda: [per_row(randn(POOL, 1100).bfloat16(), more=(randn(40, 1100).to(dtype),)) for dtype in (BF16, F32)],
     "expert_mlp": lambda: [
         per_row(randn(POOL, 64).to(dtype), *choices(5, 3), more=(randn(5, 48, 64).to(dtype), randn(5, 64, 24).to(dtype), 2.0, False))
         for dtype in (BF16, F32)
@@ -264,8 +265,8 @@ def test_a_row_of_the_reference_has_the_same_bits_in_every_batch(name):
         check(case, registry._OPS[name], (2, 3, 7, 17, 33, 64, POOL))
 
 
-TRITON = ["attention_inputs", "compress_entries", "engram_gate", "hyper_boundary", "index_queries", "index_search", "route_experts",
-          "row_attention"]  # fmt: skip
+TRITON = ["attention_inputs", "compress_entries", "engram_gate", "expert_logits", "hyper_boundary", "index_queries", "index_search",
+          "route_experts", "row_attention"]  # fmt: skip
 CUDA = ["packed_experts", "packed_linear", "routed_experts", "sample_rows", "shared_expert"]
 
 

@@ -31,12 +31,17 @@ class Division:
     stages: int = 3
 
 
+# Up to so many rows these kernels are quicker than the library's (6.0 for 7.8 us at one row, 6.5 for 8.3 at 64; 11.4 for 10.4 at 512).
+_FEW_ROWS = 128
+
+
 def division(rows: int) -> Division:
+    """What one H200 took the least time for."""
     if rows <= 16:
-        return Division(16, 32, 128, True)
-    if rows <= 1024:
-        return Division(64, 64, 64, True)
-    return Division(64, 128, 64, False)
+        return Division(16, 32, 256, True)
+    if rows <= _FEW_ROWS:
+        return Division(64, 32, 128, True)
+    return Division(64, 64, 64, apart=rows <= 1024)
 
 
 @triton.jit
@@ -80,11 +85,20 @@ def add_parts(parts, out, count, size, BLOCK: tl.constexpr):
     tl.store(out + at, total, mask=at < size)
 
 
-def launch(x: Tensor, gate: Tensor, divided: Division | None = None) -> Tensor:
-    """The op `expert_logits`; fp32 gates go to the reference. divided: None for what suits the number of rows."""
+def launch(x: Tensor, gate: Tensor) -> Tensor:
+    """The op `expert_logits`; many rows are the library's."""
+    return launch_invariant(x, gate) if len(x) <= _FEW_ROWS else _fallback(x, gate)
+
+
+def _fallback(x: Tensor, gate: Tensor) -> Tensor:
+    logits: Tensor = EXPERT_LOGITS.fallback(x, gate)
+    return logits
+
+
+def launch_invariant(x: Tensor, gate: Tensor, divided: Division | None = None) -> Tensor:
+    """The op for any number of rows with one order of its sums. fp32 gates go to the reference. divided: None for what suits the rows."""
     if gate.dtype is not torch.bfloat16:
-        logits: Tensor = EXPERT_LOGITS.fallback(x, gate)
-        return logits
+        return _fallback(x, gate)
     (num_rows, width), num_experts = x.shape, len(gate)
     x, gate, divided = x.to(gate.dtype).contiguous(), gate.contiguous(), divided or division(num_rows)
     out, parts = torch.empty(num_rows, num_experts, device=x.device), triton.cdiv(width, _PART)
