@@ -62,7 +62,8 @@ def _library(x: Tensor, weights: Tensor, count: int, number: int) -> Tensor:
 def router(setting: Setting) -> Iterator[Problem]:
     from engine.ops.dense_linear import DENSE_LINEAR
     from engine.ops.fixed_rows import fixed_linear
-    from engine.ops.triton.expert_logits import Division, launch
+    from engine.ops.triton.expert_logits import Division
+    from engine.ops.triton.expert_logits import launch_invariant as launch
 
     x, gates = setting.normal(4096, 5120), [setting.normal(384, 5120, std=0.02) for _ in range(16)]
     for tokens in (1, 8, 64, 512, 4096):
@@ -88,17 +89,18 @@ def router(setting: Setting) -> Iterator[Problem]:
 def attention(setting: Setting) -> Iterator[Problem]:
     from deepinfer_cli.opbench.cases.attention import make_problem
     from engine.ops.row_attention import PackedKeys
-    from engine.ops.triton.row_attention import launch
+    from engine.ops.triton.row_attention import Tuning, launch
 
-    for rows in (1, 8, 64, 4096):
+    for rows in (1, 8, 64, 256, 4096):
         problems = [make_problem(setting, rows, rows == 4096) for _ in range(2 if rows <= 64 else 1)]
 
-        def run(count: int, number: int, problems: Any = problems, part_keys: int = 0) -> Tensor:
+        def run(count: int, number: int, problems: Any = problems, part_keys: int = 0, joined: int = 0) -> Tensor:
             q, rot, sources, sink = problems[number]
             some = [PackedKeys(s.rows, s.index[:count]) for s in sources]
-            return launch(q[:count], rot[:count], some, sink, q.shape[2] ** -0.5, part_keys=part_keys)
+            return launch(q[:count], rot[:count], some, sink, q.shape[2] ** -0.5, tuning=Tuning(joined=joined), part_keys=part_keys)
 
         forms = {f"parts of {keys}": partial(run, part_keys=keys) for keys in (320, 64, 128, 192, 640)}
+        forms |= {f"parts of {keys}, joined": partial(run, part_keys=keys, joined=1) for keys in (320, 192, 128)}
         yield Problem(f"attention, {rows} rows", rows, len(problems), forms | {"free": run})
 
 

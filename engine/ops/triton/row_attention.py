@@ -27,6 +27,7 @@ class Tuning:
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
     decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
+    joined: int = 0  # rows of batch-invariant mode from which on one program has all parts of a row, of `row_attention_roles`; 0: never
     halves: bool = False  # and warpgroups that multiply without each other, of `row_attention_halves`
     keys: int = 64
     stages: int = 2
@@ -67,8 +68,9 @@ def _store_output(out_ptr, rot_ptr, row, heads, H, even, odd, D2: tl.constexpr, 
     """Turn back, round and store. even, odd: fp32 [HEADS, D/2]."""
     cos, sin = _cos_sin(rot_ptr, row, D2, R2)
     half = tl.arange(0, D2)
-    back_even = (even * cos[None, :] + odd * sin[None, :]).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-    back_odd = (odd * cos[None, :] - even * sin[None, :]).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    cos, sin = tl.broadcast_to(cos[None, :], even.shape), tl.broadcast_to(sin[None, :], even.shape)
+    back_even = tl.fma(even, cos, odd * sin).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    back_odd = tl.fma(odd, cos, -(even * sin)).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
     tl.store(out_ptr + (row * H + heads[:, None]) * D2 + half[None, :], back_even | (back_odd << 16), mask=heads[:, None] < H)
 
 
@@ -160,7 +162,7 @@ def _attend(
 
 @triton.jit
 def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr):
-    """Join the parts of a row in the order of its keys, add the sink, turn back."""
+    """Join the parts of a row from its last keys to its first, add the sink, turn back: parts without a key add nothing, however many."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half, known = tl.arange(0, D2), heads < H
@@ -168,23 +170,23 @@ def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: t
     m = tl.full((HEADS,), -1e30, tl.float32)
     for split in range(splits):
         m = tl.maximum(m, tl.load(stat_ptr + (first + split * H) * 2, mask=known, other=-1e30))
-    den = tl.exp2(tl.load(sink_ptr + heads, mask=known, other=0.0) * _LOG2E - m)
+    den = tl.zeros((HEADS,), tl.float32)
     even = tl.zeros((HEADS, D2), tl.float32)
     odd = tl.zeros((HEADS, D2), tl.float32)
-    for split in tl.range(splits, num_stages=4):
-        place = first + split * H
+    for behind in tl.range(splits, num_stages=4):
+        place = first + (splits - 1 - behind) * H
         share = tl.exp2(tl.load(stat_ptr + place * 2, mask=known, other=-1e30) - m)
-        den += share * tl.load(stat_ptr + place * 2 + 1, mask=known, other=0.0)
+        den = tl.fma(share, tl.load(stat_ptr + place * 2 + 1, mask=known, other=0.0), den)
         at = part_ptr + place[:, None] * (2 * D2) + half[None, :]
-        even += share[:, None] * tl.load(at, mask=known[:, None], other=0.0)
-        odd += share[:, None] * tl.load(at + D2, mask=known[:, None], other=0.0)
-    factor = SHRINK / den
+        even = tl.fma(share[:, None], tl.load(at, mask=known[:, None], other=0.0), even)
+        odd = tl.fma(share[:, None], tl.load(at + D2, mask=known[:, None], other=0.0), odd)
+    factor = SHRINK / (den + tl.exp2(tl.load(sink_ptr + heads, mask=known, other=0.0) * _LOG2E - m))
     _store_output(out_ptr, rot_ptr, row, heads, H, even * factor[:, None], odd * factor[:, None], D2, R2)
 
 
 def launch_invariant(q: Tensor, rot: Tensor, sources: list[PackedKeys], sink: Tensor, scale: float, splits: int = 0) -> Tensor:
-    """`launch` with parts of one length, joined by the combining kernel even where there is one: parts without a key of a row, whose
-    number depends on its neighbours, add exactly nothing.
+    """`launch` with parts of one length, joined even where there is one: parts without a key of a row, whose number depends on its
+    neighbours, add exactly nothing.
     """
     return launch(q, rot, sources, sink, scale, splits, part_keys=_PART_KEYS)
 
@@ -219,7 +221,8 @@ def launch(
     for begin in range(0, num_rows, max(1, step)):
         rows = slice(begin, begin + step)
         some = [PackedKeys(source.rows, source.index[rows]) for source in sources]
-        _launch_rows(q[rows], rot[rows], some, sink, scale, out[rows], per, 0 if alone else splits, tuning)
+        joined = part_keys > 0 and 0 < tuning.joined <= num_rows
+        _launch_rows(q[rows], rot[rows], some, sink, scale, out[rows], per, 0 if alone else splits, tuning, joined)
     return out
 
 
@@ -229,9 +232,20 @@ def _heads(num_heads: int) -> int:
 
 
 def _launch_rows(
-    q: Tensor, rot: Tensor, sources: list[PackedKeys], sink: Tensor, scale: float, out: Tensor, per: int, splits: int, tuning: Tuning
+    q: Tensor,
+    rot: Tensor,
+    sources: list[PackedKeys],
+    sink: Tensor,
+    scale: float,
+    out: Tensor,
+    per: int,
+    splits: int,
+    tuning: Tuning,
+    joined: bool,
 ) -> None:
-    """Rows whose parts are in memory together. splits: parts of `per` tiles, 0 when a program has all keys of its row."""
+    """Rows whose parts are in memory together. splits: parts of `per` tiles, 0 when a program has all keys of its row. joined: it also has
+    all parts of it, where there is such a kernel; the bits are the same.
+    """
     num_rows, num_heads, width = q.shape
     window, second = sources[0], sources[-1]
     num_window = window.index.shape[1]
@@ -246,23 +260,27 @@ def _launch_rows(
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
         roles = {"DECODERS": tuning.decoders} if tuning.decoders else {}
+        joined = joined and tuning.decoders > 0 and not tuning.halves
         if roles and tuning.halves:
             from engine.ops.triton.row_attention_halves import attend
         elif roles:
             from engine.ops.triton.row_attention_roles import attend
+
+            roles["JOINED"] = joined
         else:
             from engine.ops.triton.row_attention_hopper import attend
-        attend[(num_rows, splits or 1)](
+        attend[(num_rows, 1 if joined else splits or 1)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
             num_window, num_second, per, factor, ALONE=not splits, num_warps=4 if tuning.halves else 8, **roles,
         )  # fmt: skip
     else:
+        joined = False
         _attend[(num_rows, splits or 1, triton.cdiv(num_heads, heads))](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, out, part, stat,
             num_heads, num_window, num_second, per, factor, HEADS=heads, N=tile, SECOND_FP8=second_fp8, ALONE=not splits,
             FAST=not INTERPRETED, STAGES=tuning.stages, num_warps=tuning.warps if heads == 64 else 4, **shape,
         )  # fmt: skip
-    if splits:
+    if splits and not joined:
         few = 1 if num_rows * num_heads <= 1024 else min(4, heads)
         _combine[(num_rows, triton.cdiv(num_heads, few))](
             angles, sink, part, stat, words, num_heads, splits, HEADS=few, num_warps=4, **shape

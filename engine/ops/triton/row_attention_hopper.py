@@ -195,6 +195,32 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
 
 
 @gluon.jit
+def join_parts(
+    even, odd, m, den, part_ptr, stat_ptr, row, splits, LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """A row's last part, in registers, and those before it, which these threads have kept: from last to first, as `_combine` does."""
+    flat: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    head = gl.arange(0, HEADS, flat)
+    half = FIRST + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
+    last, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
+    first = row * splits * HEADS + head
+    m = last
+    for split in range(splits - 1):
+        m = gl.maximum(m, gl.load(stat_ptr + (first + split * HEADS) * 2))
+    share = gl.exp2(last - m)
+    den = share * den
+    even, odd = even * gl.expand_dims(share, 1) + 0.0, odd * gl.expand_dims(share, 1) + 0.0  # `_combine` begins at +0
+    for behind in range(1, splits):
+        place = first + (splits - 1 - behind) * HEADS
+        share = gl.exp2(gl.load(stat_ptr + place * 2) - m)
+        den = gl.fma(share, gl.load(stat_ptr + place * 2 + 1), den)
+        at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
+        even = gl.fma(gl.expand_dims(share, 1), gl.load(at), even)
+        odd = gl.fma(gl.expand_dims(share, 1), gl.load(at + D2), odd)
+    return even, odd, m, den
+
+
+@gluon.jit
 def write_result(
     even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE: gl.constexpr,
     LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
@@ -212,8 +238,8 @@ def write_result(
         turned = half - (D2 - R2)
         cos = gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0)
         sin = gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0)
-        low = (even * cos + odd * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
-        high = (odd * cos - even * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        low = gl.fma(even, cos, odd * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+        high = gl.fma(odd, cos, -(even * sin)).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
         gl.store(out_ptr + (row * HEADS + gl.expand_dims(head, 1)) * D2 + half, low | (high << 16))
     else:
         place = (row * splits + split) * HEADS + head

@@ -31,6 +31,7 @@ from engine.ops.triton.row_attention_hopper import (
     barrier,
     entry_places,
     index_of,
+    join_parts,
     load_entries,
     load_window,
     window_places,
@@ -119,9 +120,12 @@ def _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, tile, step, 
 @gluon.jit
 def _multiply(
     q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end, window_tiles,
-    row, split, splits, scale, queries, keys, weights, full, empty, ALONE: gl.constexpr,
+    row, split, splits, per, scale, queries, keys, weights, full, empty, ALONE: gl.constexpr, JOINED: gl.constexpr,
 ):  # fmt: skip
-    """Rotates the query, takes the tiles in the decoders' order, and writes the output or this part's share of it."""
+    """Rotates the query, takes the tiles in the decoders' order, and writes the output or this part's share of it.
+
+    JOINED: all parts of the row, one after the other, each from nothing.
+    """
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _QUERY))
     half = gl.arange(0, D2, gl.SliceLayout(0, _QUERY))
     turned = half - (D2 - R2)
@@ -141,27 +145,45 @@ def _multiply(
     oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
     # One loop for both sources: addresses of operands are kept for one copy of its body.
     for tile in range(begin, end):
+        if JOINED:  # noqa: SIM102  the condition below is compiled only then
+            if (tile > begin) & ((tile - begin) % per == 0):
+                done_even, done_odd = warpgroup_mma_wait(0, deps=[oe, oo])
+                write_result(
+                    done_even, done_odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, (tile - begin) // per - 1, splits,
+                    False, OUTPUT, 0, D2,
+                )  # fmt: skip
+                m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
+                den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
+                oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
+                oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
         near = tile < window_tiles
         index_ptr, columns = gl.where(near, window_index_ptr, entry_index_ptr), gl.where(near, W, K)
         number = tile - gl.where(near, 0, window_tiles)
         m, den, oe, oo = _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo)
     even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
 
-    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE, OUTPUT, 0, D2)
+    if JOINED:
+        even, odd, m, den = join_parts(even, odd, m, den, part_ptr, stat_ptr, row, splits, OUTPUT, 0, D2)
+    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE or JOINED, OUTPUT, 0, D2)
 
 
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr, DECODERS: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr, JOINED: gl.constexpr, DECODERS: gl.constexpr,
 ):  # fmt: skip
-    """DECODERS: warps that decode, four or eight, beside eight that multiply. All else is as in `row_attention_hopper.attend`."""
+    """DECODERS: warps that decode, four or eight, beside eight that multiply. JOINED: a program has all parts of its row and joins them.
+
+    All else is as in `row_attention_hopper.attend`.
+    """
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
     window_index_ptr += row * W
     entry_index_ptr += row * K
     window_tiles = gl.cdiv(W, N)
     tiles = window_tiles + gl.cdiv(K, N)
     begin, end = split * per, gl.minimum((split + 1) * per, tiles)
+    if JOINED:
+        end, splits = tiles, gl.cdiv(tiles, per)
     first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
     last_window = gl.minimum(end, window_tiles)
     queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], SHARED)
@@ -178,7 +200,7 @@ def attend(
                 _multiply,
                 (
                     q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end,
-                    window_tiles, row, split, splits, scale, queries, keys, weights, full, empty, ALONE,
+                    window_tiles, row, split, splits, per, scale, queries, keys, weights, full, empty, ALONE, JOINED,
                 ),
             ),
             (
