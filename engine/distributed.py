@@ -20,11 +20,25 @@ class GroupError(MachineError):
     """A peer died, hung or cannot be reached. The rank must give up: lockstep cannot go on without it."""
 
 
+class PeerWaits:
+    """Whether this rank waits for others in a host collective just now. A context for such calls; other threads read `now`."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, *_: object) -> None:
+        self.now = False
+
+
 class Group(Protocol):
     """Ranks 0 .. size-1 in lockstep: every rank makes the same calls in the same order."""
 
     rank: int
     size: int
+    waits: PeerWaits
 
     def max(self, values: list[int]) -> list[int]:
         """Element-wise maximum over the group; values fit in 63 bits.
@@ -44,6 +58,7 @@ class SoloGroup:
 
     rank = 0
     size = 1
+    waits = PeerWaits()
 
     def max(self, values: list[int]) -> list[int]:
         return values
@@ -85,6 +100,7 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.waits = PeerWaits()
         self._open = False
         self._watch: PeerWatch | None = None
         self._store_at = (host, port) if port is not None else None
@@ -106,7 +122,8 @@ class GlooGroup:
 
         packed = torch.tensor(values, dtype=torch.int64)
         try:
-            dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+            with self.waits:
+                dist.all_reduce(packed, op=dist.ReduceOp.MAX)
         except (RuntimeError, ValueError) as error:
             raise GroupError(
                 f"rank {self.rank} of {self.size} lost a peer: {first_line(error)}",
@@ -117,7 +134,7 @@ class GlooGroup:
     def split(self, size: int, device: str) -> TensorGroup:
         from engine.parallel.tensor_group import split_group
 
-        return split_group(self.rank, self.size, size, device, self.timeout_s)
+        return split_group(self.rank, self.size, size, device, self.timeout_s, self.waits)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """From now on call `on_lost`, from another thread, when a rank vanishes without closing its connections: its host is gone.

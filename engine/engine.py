@@ -343,6 +343,11 @@ class Engine:
         """Whether the group has agreed to end: no rank may step any more."""
         return self.scheduler.gate.left
 
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether `step` waits for other ranks just now. Any thread may ask."""
+        return self.group.waits.now
+
     def close(self) -> None:
         """Leave the group and give the cache's memory back. Open requests get no output; calling it twice is harmless."""
         self.grammars.close()

@@ -23,6 +23,7 @@ from server.errors import DixError, machine_error
 from server.heartbeat import HeartbeatFile, start_process_thread
 from server.launch import Launch, load_launch, resolve
 from server.logs import open_log
+from server.stillness import LoopWatch
 
 IDLE_WAIT_MS = 20
 STATS_INTERVAL_S = 0.5
@@ -48,6 +49,8 @@ class EngineLike(Protocol):
     def leave(self) -> None: ...
     @property
     def left(self) -> bool: ...
+    @property
+    def waits_for_peers(self) -> bool: ...
     @property
     def prefill_intervals(self) -> tuple[int, int]: ...
     def stats(self) -> dict[str, Any]: ...
@@ -299,7 +302,8 @@ def rank_limits(limits: Any, block_size: int, kv_format: str = "") -> protocol.R
 
 def serve(launch: Launch, rank: int, incarnation: int, report: Report) -> None:
     heartbeat = HeartbeatFile(launch.heartbeat_path)
-    start_process_thread(heartbeat, rank)
+    watch = LoopWatch()
+    start_process_thread(heartbeat, rank, look=watch.look)
     heartbeat.announce(rank, launch.server.ready_timeout_s)
     link = Link(launch.socket_address, rank, incarnation)
 
@@ -314,6 +318,7 @@ def serve(launch: Launch, rank: int, incarnation: int, report: Report) -> None:
         gc.collect()
         gc.freeze()  # model and pools stay to the end: later collections need not walk over them
         heartbeat.announce(rank, launch.server.hang_timeout_s)
+        watch.arm(lambda: engine.waits_for_peers)
         limits = rank_limits(engine.limits, launch.engine.block_size, engine.kv_format)
         link.send(protocol.Ready(os.getpid(), limits))
         report("ready", limits={name: getattr(limits, name) for name in limits.__struct_fields__})
@@ -329,6 +334,7 @@ def serve(launch: Launch, rank: int, incarnation: int, report: Report) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     loop.run()
+    watch.disarm()
     engine.close()
     link.close()
 

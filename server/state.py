@@ -95,11 +95,12 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def wants_to_run(pid: int) -> bool:
-    """Whether a thread of the process computes, or would if a processor or a disk were free. False for a stopped or a waiting process."""
+def wants_to_run(pid: int, besides: int = 0) -> bool:
+    """Whether a thread of the process computes, or would if a processor or a disk were free. False for a stopped or a waiting process.
+    besides: a thread that does not count, by its id."""
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # threads end at any time
-            if stat.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
+            if stat.parent.name != str(besides) and stat.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
                 return True
     return False
 

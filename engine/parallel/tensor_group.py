@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed import GroupError, first_line
+from engine.distributed import GroupError, PeerWaits, first_line
 
 # Newer releases of torch have renamed it.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -57,9 +57,9 @@ class TorchTensors:
     those that a recorded step replays: there the peers' next vote and the supervisor are what ends a wait.
     """
 
-    def __init__(self, host: Any, device: Any, rank: int, size: int, timeout_s: float) -> None:
-        """host: a gloo process group; device: the one for tensors, the same as `host` on CPUs."""
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+    def __init__(self, host: Any, device: Any, rank: int, size: int, timeout_s: float, waits: PeerWaits) -> None:
+        """host: a gloo process group; device: the one for tensors, the same as `host` on CPUs. waits: of the group that it is a part of."""
+        self.rank, self.size, self.timeout_s, self._waits = rank, size, timeout_s, waits
         self._host, self._device = host, device
 
     def max(self, values: list[int]) -> list[int]:
@@ -99,7 +99,8 @@ class TorchTensors:
 
     def _guard(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return action(*args, **kwargs)
+            with self._waits:
+                return action(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
             raise GroupError(
                 f"rank {self.rank} of {self.size} lost a peer in {action.__name__}: {first_line(error)}",
@@ -135,7 +136,7 @@ class SoloTensors:
         assert sends + receives == [], "copies to other ranks in a group of one"
 
 
-def split_group(rank: int, world: int, size: int, device: str, timeout_s: float) -> TorchTensors:
+def split_group(rank: int, world: int, size: int, device: str, timeout_s: float, waits: PeerWaits) -> TorchTensors:
     """This rank's group of `size` consecutive ranks. All `world` ranks of the default process group call it together.
 
     device: "cpu", or "cuda" for tensors on the current GPU. Connections are made here rather than in the first step.
@@ -154,7 +155,7 @@ def split_group(rank: int, world: int, size: int, device: str, timeout_s: float)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"rank {rank} of {world} could not make its group of {size}: {first_line(error)}") from error
         if rank in ranks:
-            mine = TorchTensors(host, tensors, rank - first, size, timeout_s)
+            mine = TorchTensors(host, tensors, rank - first, size, timeout_s, waits)
     assert mine is not None
     mine.max([0])
     mine.all_reduce(torch.zeros(1, device=device))

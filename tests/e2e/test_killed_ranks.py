@@ -1,10 +1,13 @@
-"""kill -9 of one rank under load, at random points: nothing hangs, no request is lost without an error, the group serves again."""
+"""One rank is killed, stopped or hangs under load, at random points: no request is lost without an error, the group serves again."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +19,7 @@ from tests.e2e.conftest import Dix, Server, alive, kill, start, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
 CLIENTS = 6
 BOUND_S = 15.0
-# Of an answer on a machine that does ten other things: no bound on the server, that is BOUND_S after a kill.
+# Of an answer on a machine that does ten other things: no bound on the server, that is BOUND_S after the loss.
 PATIENCE_S = 240.0
 KILLS_PER_SERVER = 2  # a third one within ten minutes is answered with a pause of 30 s
 # Independent ranks, and ranks that need each other in every layer.
@@ -85,20 +88,33 @@ def ask(url: str, body: dict[str, Any]) -> str:
     return "whole" if "data: [DONE]" in lines else f"cut: {lines[-2:]}"
 
 
-def kill_once(server: Server, draw: random.Random) -> None:
-    """Load, a kill somewhere in it, and everything that must hold afterwards."""
+def fell_asleep(server: Server, rank: int) -> None:
+    """Its loop does nothing any more, while the process lives and beats."""
+    assert httpx.post(f"{server.url}/deepinfer/debug/fault", json={"kind": "hang", "rank": rank}, timeout=30).status_code == 200
+
+
+def was_killed(server: Server, rank: int) -> None:
+    kill(server.rank_pid(rank))
+
+
+def was_stopped(server: Server, rank: int) -> None:
+    os.kill(server.rank_pid(rank), signal.SIGSTOP)
+
+
+def lose_once(server: Server, draw: random.Random, lose: Callable[[Server, int], None] = was_killed) -> None:
+    """Load, the loss of a rank somewhere in it, and everything that must hold afterwards."""
     with Load(server.url, draw.randrange(10**9)) as load:
         wait_until("the load runs", lambda: sum(outcome.kind == "whole" for outcome in load.outcomes) >= 3, 150)
         time.sleep(draw.uniform(0.0, 1.5))
-        killed_s = time.monotonic()
-        kill(server.rank_pid(draw.randrange(2)))
+        lost_s = time.monotonic()
+        lose(server, draw.randrange(2))
         time.sleep(1.0)
-    touched = [outcome for outcome in load.outcomes if outcome.ended_s >= killed_s]
+    touched = [outcome for outcome in load.outcomes if outcome.ended_s >= lost_s]
     assert {outcome.kind for outcome in load.outcomes} <= {"whole", "error"}, [
         o.kind for o in load.outcomes if o.kind not in ("whole", "error")
     ]
     assert any(outcome.kind == "error" for outcome in touched), "nobody noticed"
-    assert max(outcome.ended_s for outcome in touched) - killed_s < BOUND_S
+    assert max(outcome.ended_s for outcome in touched) - lost_s < BOUND_S
     wait_until("the group serves again", lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 300)
     assert ask(f"{server.url}/v1/completions", {"prompt": [50, 51], "max_tokens": 3, "ignore_eos": True, "stream": False}) == "whole"
     requests = server.metrics()["requests"]
@@ -111,7 +127,7 @@ def kill_many(dix: Dix, kills: int, seed: int) -> None:
         server = start(dix, "killed", *LAYOUTS[number // KILLS_PER_SERVER % len(LAYOUTS)])
         try:
             for _ in range(min(KILLS_PER_SERVER, kills - number)):
-                kill_once(server, draw)
+                lose_once(server, draw)
         finally:
             processes = dix.processes("killed")
             dix("stop", "killed", "--grace", "1s")
@@ -120,6 +136,20 @@ def kill_many(dix: Dix, kills: int, seed: int) -> None:
 
 def test_five_kills_under_load(dix: Dix) -> None:
     kill_many(dix, 5, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lose", [was_stopped, fell_asleep])
+def test_a_rank_that_hangs_is_noticed_as_soon(dix: Dix, lose: Callable[[Server, int], None]) -> None:
+    """Its peer waits for it in a collective, whose limit is longer, and is not blamed."""
+    server = start(dix, "hangs", *LAYOUTS[0], "--ep", "2", "--debug-faults")
+    try:
+        draw = random.Random(3)
+        rank = draw.randrange(2)
+        lose_once(server, draw, lambda server, _rank: lose(server, rank))
+        assert dix.state("hangs")["last_failure"].startswith(f"rank {rank} hangs")
+    finally:
+        dix("stop", "hangs", "--grace", "1s")
 
 
 @pytest.mark.slow

@@ -75,7 +75,8 @@ def expected(rank: int, size: int) -> list:
 @pytest.mark.parametrize("size", [2, 4])
 def test_threads_and_processes_move_the_same_data(tmp_path, size):
     assert run_ranks(size, lambda world: collect(world.split(size, "cpu"))) == [expected(rank, size) for rank in range(size)]
-    processes = start_ranks("print(json.dumps(collect(group)))", size, size, tmp_path / "meet")
+    # Closed before the interpreter ends: it would end threads of the library while they run.
+    processes = start_ranks("print(json.dumps(collect(group)))\nworld.close()", size, size, tmp_path / "meet")
     for rank, process in enumerate(processes):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err

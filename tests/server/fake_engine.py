@@ -52,7 +52,7 @@ class FakeEngine:
         self.limits = FakeLimits()
         self.kv_format = ""
         self.idle = True
-        self.left = False
+        self.left = self.waits_for_peers = False
         self._path = script
         self._rank = rank
         self._running: dict[str, _Running] = {}

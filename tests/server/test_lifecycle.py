@@ -127,6 +127,19 @@ def test_hung_loop_is_noticed_by_its_heartbeat(pair: FakeServer) -> None:
     assert "step loop has not ticked" in dump
 
 
+def test_a_loop_that_sleeps_is_not_given_the_time_of_the_longest_step() -> None:
+    server = start_fake(dp=2)
+    try:
+        requests = open_requests(server, 2)
+        httpx.post(f"{server.url}/deepinfer/debug/fault", json={"kind": "hang", "rank": 1})
+        assert_all_failed(requests, time.monotonic(), 15.0)
+        wait_ready(server, 2)
+        assert "rank 1 hangs: the step loop" in server.current().last_failure
+        assert "computes nothing" in server.current().last_failure
+    finally:
+        finish(server)
+
+
 def test_stop_ends_everything_and_a_second_start_works_at_once() -> None:
     server = start_fake(dp=2)
     try:
