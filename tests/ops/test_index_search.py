@@ -6,6 +6,7 @@ from engine.config import Precision
 from engine.models.config import parse_config
 from engine.models.numerics import Numerics
 from engine.ops.cache_rows import pack_index_rows, unpack_index_rows
+from engine.ops.candidate_blocks import best_of_blocks
 from engine.ops.index_search import INDEX_SEARCH, PLACE_ENTRIES, IndexQuery, PagedIndexKeys, ascending
 from engine.ops.q4_index import q4_index
 from tests.models.tiny_configs import golden_config
@@ -124,6 +125,17 @@ def test_candidate_blocks_hold_the_best_and_the_newest(device, impl):
     assert blocks.tolist() == [scores.topk(3).indices.sort().values.tolist(), [0, -1, -1], [-1, -1, -1]]
     plain, _ = problem.run(impl)
     assert torch.equal(plain, picked)
+
+
+@pytest.mark.parametrize(("columns", "size"), [(41, 4), (40, 8), (1, 8), (5000, 8), (33, 6)])
+def test_the_best_of_each_block_is_that_of_the_reference(device, columns, size):
+    from engine.ops.triton.index_search import best_blocks
+
+    scores = torch.randn(5, columns, device=device)
+    count = torch.tensor([columns, 0, 1, columns // 2, min(columns, size)], device=device)
+    visible = torch.arange(columns, device=device) < count[:, None]
+    wanted = best_of_blocks(scores.masked_fill(~visible, float("-inf")), count, size)
+    assert torch.equal(best_blocks(scores.masked_fill(~visible, float("nan")), count, size), wanted)
 
 
 def test_restricted_search_stays_inside_its_blocks(device, impl):

@@ -73,6 +73,19 @@ def _entries_of(picked_ptr, allowed_ptr, out_ptr, num_picked, num_allowed, SIZE:
 
 
 @triton.jit
+def _best_blocks(score_ptr, count_ptr, out_ptr, columns, num_blocks, SIZE: tl.constexpr, N: tl.constexpr):
+    """Best of each SIZE scores of row `program 0` among the first `count`; infinite for the newest block."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(count_ptr + row).to(tl.int32)
+    block = tl.program_id(1) * N + tl.arange(0, N)
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    seen = (at < count) & (at < columns)
+    best = tl.max(tl.load(score_ptr + row * columns + at, mask=seen, other=float("-inf")), 1)
+    best = tl.where(block == (count + SIZE - 1) // SIZE - 1, float("inf"), best)
+    tl.store(out_ptr + row * num_blocks + block, best, mask=block < num_blocks)
+
+
+@triton.jit
 def _place(index_ptr, seq_ptr, table_ptr, out_ptr, columns, table_stride, per_block, stride, offset, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * N + tl.arange(0, N)
@@ -108,6 +121,20 @@ def scores_of(query: IndexQuery, keys: PagedIndexKeys, rows: slice, columns: int
         H=heads, D2=width // 2, N=tile, SIZE=block_size, RESTRICTED=allowed is not None, FAST=not INTERPRETED, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def best_blocks(scores: Tensor, count: Tensor, block_size: int) -> Tensor:
+    """`best_of_blocks` of contiguous scores [T, N] of which those behind a row's count hold anything; reads each once."""
+    rows, columns = scores.shape
+    if block_size & (block_size - 1):
+        visible = torch.arange(columns, device=scores.device) < count[:, None]
+        return best_of_blocks(scores.masked_fill(~visible, float("-inf")), count, block_size)
+    best = torch.empty(rows, triton.cdiv(columns, block_size), device=scores.device)
+    if best.numel():
+        some = max(1, 2048 // block_size)
+        grid = rows, triton.cdiv(best.shape[1], some)
+        _best_blocks[grid](scores, count, best, columns, best.shape[1], SIZE=block_size, N=some, num_warps=4)
+    return best
 
 
 Score = Callable[[IndexQuery, PagedIndexKeys, slice, int, Tensor | None, int], Tensor]
