@@ -12,6 +12,7 @@ from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.models import STAMP, is_tiny, resolve_model
 from deepinfer_cli.options import command
+from deepinfer_cli.outputs import check_output, write_text
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def _engine(
     )
     if not prompts and not (batches and contexts):
         raise ConfigError("nothing is measured", hint="--prefill 512, or --decode 1,8 --context 256")
+    if html is not None:
+        check_output(html)
     engine, name = open_engine(call, model)
     stamp = NULL_STAMP if name == NULL else STAMP if is_tiny(name) else None
     try:
@@ -60,7 +63,7 @@ def _engine(
     lines = [{**point.plain(), "model": name, "note": stamp} for point in points]
     (folder / "points.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     if html is not None:
-        html.write_text(page(points, f"dix bench engine · {name}", stamp), encoding="utf-8")
+        write_text(html, page(points, f"dix bench engine · {name}", stamp))
     show(call, points, lines, name, stamp)
     call.ui.note(f"kept in {folder}" + (f" · wrote {html}" if html is not None else ""), "quiet")
     return ExitCode.OK

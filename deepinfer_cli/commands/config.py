@@ -11,6 +11,7 @@ from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
 from deepinfer_cli.options import command
+from deepinfer_cli.outputs import write_text
 from deepinfer_cli.settings import SECTIONS, Setting, all_settings, suggest
 from hicache.errors import ConfigError
 
@@ -84,7 +85,7 @@ def _init(
     """
     if file.exists() and not force:
         raise ConfigError(f"{file} exists", hint="name another file, or --force")
-    file.write_text(template(), encoding="utf-8")
+    write_text(file, template())
     call.ui.note(f"wrote {file}")
     return ExitCode.OK
 

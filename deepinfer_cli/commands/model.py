@@ -13,6 +13,7 @@ from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
 from deepinfer_cli.options import command
+from deepinfer_cli.outputs import named
 from deepinfer_cli.servers import connect
 from deepinfer_cli.ui import Column
 from deepinfer_cli.units import show_bytes
@@ -43,9 +44,10 @@ def _make_tiny(
     if directory is None:
         made = Path(tiny.ensure_tiny(call.paths.models))
     else:
-        if directory.exists() and any(directory.iterdir()):
-            raise ConfigError(f"{directory} is not empty", hint="name a new directory")
-        tiny.make_tiny(directory, seed=seed)
+        with named(directory):
+            if directory.exists() and any(directory.iterdir()):
+                raise ConfigError(f"{directory} is not empty", hint="name a new directory")
+            tiny.make_tiny(directory, seed=seed)
         made = directory
     if call.json:
         call.ui.document("dix.model/1", {"path": str(made)})

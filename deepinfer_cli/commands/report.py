@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from deepinfer_cli.bench.runs import find_runs
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
+from deepinfer_cli.outputs import write_text
 from deepinfer_cli.report import export
 from deepinfer_cli.report.compare import Result, compare, different_work, worst_regression
 from deepinfer_cli.report.stats import Summary, summarize
@@ -140,13 +140,10 @@ def write_files(
     summaries: list[Summary], result: Result | None, html: Path | None, csv: Path | None, parquet: Path | None, png: Path | None
 ) -> list[Path]:
     written = []
-    for path in (html, csv, parquet):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if html is not None:
         from deepinfer_cli.report.html import page
 
-        replace_text(html, page(summaries, result))
+        write_text(html, page(summaries, result))
         written.append(html)
     if csv is not None:
         export.write_csv(summaries, csv)
@@ -159,16 +156,6 @@ def write_files(
 
         written += write_png(summaries, png)
     return written
-
-
-def replace_text(path: Path, text: str) -> None:
-    """A reader of the old page never sees half of the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 report = command(_report)

@@ -15,6 +15,7 @@ from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
 from deepinfer_cli.models import STAMP, is_tiny
 from deepinfer_cli.options import command
+from deepinfer_cli.outputs import check_output, write_text
 from deepinfer_cli.servers import connect, read_key
 from deepinfer_cli.units import parse_duration
 from hicache.errors import ConfigError
@@ -68,6 +69,8 @@ def _prefill_interval(
     bench = Bench(call, connect(call, port, url), read_key(call), lambda text: call.ui.note(text, "quiet"))
     if write and is_tiny(bench.model) and not force:
         raise ConfigError("times of the embedded model say nothing about another", hint="leave out --write, or --force")
+    if html is not None:
+        check_output(html)
     try:
         costs = calibrate(bench, recipe, lone_tokens)
         plan = Plan(recipe, lone_recipe(recipe, lone, lone_tokens), tried, repeats, load != NO_LOAD)
@@ -176,7 +179,7 @@ def show(
     stamp = STAMP if is_tiny(bench.model) else None
     head = f"{bench.model} · {bench.ranks} ranks · prefill_attempt_interval {bench.attempt}"
     if html is not None:
-        html.write_text(page(measured, choice, costs, head, stamp), encoding="utf-8")
+        write_text(html, page(measured, choice, costs, head, stamp))
     if call.json:
         body = {"model": bench.model, "ranks": bench.ranks, "note": stamp, "written": str(written) if written else None}
         call.ui.document("dix.tune/1", body | plain(measured, choice, costs))

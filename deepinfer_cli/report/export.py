@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from deepinfer_cli.outputs import output
 from deepinfer_cli.report.stats import Summary
 
 COLUMNS = ["run", "group", "metric", "stat", "value", "unit", "n", "low", "high", "note"]
@@ -21,8 +22,10 @@ def long_form(summaries: list[Summary]) -> pd.DataFrame:
 
 
 def write_csv(summaries: list[Summary], path: Path) -> None:
-    long_form(summaries).to_csv(path, index=False)
+    with output(path) as place:
+        long_form(summaries).to_csv(place, index=False)
 
 
 def write_parquet(summaries: list[Summary], path: Path) -> None:
-    long_form(summaries).to_parquet(path, index=False)
+    with output(path) as place:
+        long_form(summaries).to_parquet(place, index=False)

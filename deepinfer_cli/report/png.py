@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from deepinfer_cli.outputs import output
 from deepinfer_cli.report.plots import in_flight, thinned
 from deepinfer_cli.report.stats import Summary
 from deepinfer_cli.report.svg import label, log_ticks
@@ -19,7 +20,6 @@ def write_png(summaries: list[Summary], folder: Path) -> list[Path]:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
     made = [_distribution(summaries, name, column, folder) for name, column in DISTRIBUTIONS]
     return [*made, _hit_rate(summaries, folder), _timeline(summaries[0], folder), _frontier(summaries, folder)]
 
@@ -99,6 +99,7 @@ def _save(figure: Any, axes: Any, path: Path, *, legend: bool = True) -> Path:
 
     if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=150)
+    with output(path) as place:
+        figure.savefig(place, dpi=150)
     plt.close(figure)
     return path

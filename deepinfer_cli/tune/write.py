@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+from deepinfer_cli.outputs import write_text
 from deepinfer_cli.settings import find_files
 
 
@@ -27,12 +28,7 @@ def with_value(text: str, section: str, key: str, value: int | str, comment: str
 def write_value(path: Path, section: str, key: str, value: int | str, comment: str) -> None:
     """Replaces the file at once. Raises: OSError."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(with_value(text, section, key, value, comment), encoding="utf-8")
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, with_value(text, section, key, value, comment))
 
 
 def keep_tuned(user_config: Path, key: str, value: int | str, facts: str) -> Path:

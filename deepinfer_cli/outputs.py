@@ -1,0 +1,76 @@
+"""Files that a user named: written whole or not at all, and what the system refuses about them is told with their names."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hicache.errors import ConfigError
+
+# About the name, where nothing is wrong with the machine.
+_NO_FILE = frozenset([errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO])
+
+
+@contextmanager
+def output(path: Path) -> Iterator[Path]:
+    """Where to write: a file beside `path` that takes its place when the block ends well, so that a reader never sees half of the new one
+    and a full disk leaves the old one. Directories above it are made. A link is followed; what is no file (a device, a pipe) is written to.
+
+    Raises: ConfigError: no file can be there. OSError: what the machine lacks, with the path.
+    """
+    with named(path):
+        if _is_special(path):
+            yield path
+            return
+        real = Path(os.path.realpath(path))
+        real.parent.mkdir(parents=True, exist_ok=True)
+        if real.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = real.with_name(f".{os.getpid()}-{real.name}")  # the ending stays: it names a picture's format
+        try:
+            yield temporary
+            os.replace(temporary, real)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises: as `output`."""
+    with output(path) as place:
+        place.write_text(text, encoding="utf-8")
+
+
+def check_output(path: Path) -> None:
+    """Before minutes of work whose result is to go there. Raises: as `output`."""
+    with named(path):
+        if not _is_special(path):
+            real = Path(os.path.realpath(path))
+            real.parent.mkdir(parents=True, exist_ok=True)
+            if real.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            probe = real.with_name(f".{os.getpid()}-{real.name}")
+            probe.touch()
+            probe.unlink()
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """What the system refuses inside the block is told as being about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="name a file that can be made") from error
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _is_special(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
