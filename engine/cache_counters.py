@@ -150,7 +150,8 @@ def arena_leaves(cache: HostCache, mover: PageMover) -> dict[str, Any]:
         "evicted_frames_total": dict(cache.evicted_frames),
         "frames": {
             "free": pool.num_free,
-            "page": num_pages,
+            "page": num_pages - cache.index.num_pinned,
+            "pinned": cache.index.num_pinned,
             "state": pool.count(Owner.STATE),
             "leased": pool.count(Owner.LEASED),
             "absent": pool.count(Owner.ABSENT),

@@ -52,6 +52,7 @@ class PrefixIndex:
         kept = bytearray(num_frames) if ranks is None else ranks
         self.ranks = PageRanks(kept, self.ref, self.lists, lambda page: self.states.follow(page), segmented=segmented)
         self.states = StateTable(self.parent, self.position, self.ref, self.lists, NUM_RANKS, end, self.ranks.priority)
+        self.num_pinned = 0  # pages
         self.drops = 0  # pages and states whose bytes were found wrong
         self._dead: set[int] = set()  # dropped while pinned; freed with the last pin
 
@@ -105,10 +106,13 @@ class PrefixIndex:
     def pin(self, path: Sequence[int]) -> None:
         """Keep a whole path (from its root) from being evicted. Pins nest."""
         ref, prev, succ = self.ref, self.lists.prev, self.lists.next
+        self.num_pinned += len(path)
         for frame in path:
             count = ref[frame]
             ref[frame] = count + 1
-            if count == 0:
+            if count:
+                self.num_pinned -= 1
+            else:
                 before, after = prev[frame], succ[frame]
                 succ[before] = after
                 prev[after] = before
@@ -122,6 +126,7 @@ class PrefixIndex:
         floor, at, current, head, last = 2 * priority, len(path), NONE, NONE, NONE
         num_hit *= self.ranks.protects
         released: list[int] = []
+        self.num_pinned -= len(path)
         for frame in reversed(path):
             at -= 1
             count = ref[frame] - 1
@@ -131,6 +136,7 @@ class PrefixIndex:
             if rank < floor or at < num_hit:
                 rank = self.ranks.lift(frame, floor + (at < num_hit))
             if count:
+                self.num_pinned += 1
                 continue
             if self._dead and frame in self._dead:
                 released += self._bury(frame)
@@ -197,6 +203,7 @@ class PrefixIndex:
         ranks, rank = self.ranks.of, 2 * priority
         self.ranks.count(rank, len(frames))
         self.states.pages_added(frames)
+        self.num_pinned += len(frames)
         first_token, last_token = self.first_token, self.last_token
         begin = first_page * size
         for frame in frames:

@@ -57,6 +57,7 @@ def _check_paths(cache: HostCache, pages: set[int]) -> None:
 def _check_counts(cache: HostCache, pages: set[int]) -> None:
     """Running counts agree with what is there. Not while dropped pages are still pinned."""
     index, ranks = cache.index, cache.index.ranks
+    assert index.num_pinned == sum(index.ref[page] > 0 for page in pages)
     of_rank = Counter(ranks.of[page] for page in pages)
     assert {rank: count for rank, count in enumerate(ranks.num_pages) if count} == dict(of_rank)
     assert ranks.num_raised == sum(map(index.is_raised, pages))

@@ -100,13 +100,25 @@ def show(call: Invocation, metrics: Mapping[str, Any]) -> None:
         counts = {name: number for name, number in (totals.get(leaf) or {}).items() if number}
         if counts:
             call.ui.print(f"{title}: " + " · ".join(f"{name} {number:,.0f}" for name, number in sorted(counts.items())))
+    if line := pages_line(ranks):
+        call.ui.print(line)
     for rank in ranks:
         if line := disk_line(rank):
             call.ui.print(line)
     if errors := checksum_errors(metrics):
         call.ui.warn(f"{errors} stored pages did not match their checksum and were dropped")
+    if errors := totals.get("token_errors_total"):
+        call.ui.warn(f"{errors:,.0f} stored pages lay under the key of other tokens and were dropped: please report this")
     if not any((rank.get("prefix_cache") or {}).get("lookups_total") for rank in ranks):
         call.ui.note("no lookups yet: the cache is off, or nothing was asked", "quiet")
+
+
+def pages_line(ranks: list[Mapping[str, Any]]) -> str:
+    """How many stored pages rank above or below the default priority, and how many lie beyond every state; "" when there are none."""
+    caches = [rank.get("prefix_cache") or {} for rank in ranks]
+    counts = {f"of {name} priority": sum((cache.get("priority_pages") or {}).get(name, 0) for cache in caches) for name in ("high", "low")}
+    counts["beyond the last state"] = sum(cache.get("pages_unreachable", 0) for cache in caches)
+    return "pages: " + " · ".join(f"{count:,} {name}" for name, count in counts.items() if count) if any(counts.values()) else ""
 
 
 def disk_line(rank: Mapping[str, Any]) -> str:

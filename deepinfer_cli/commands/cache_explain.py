@@ -65,7 +65,8 @@ def show(call: Invocation, record: Mapping[str, Any], with_rank: bool) -> None:
             "rebuild the window approximately; what follows is not stored" if replay["mode"] == "bounded" else "rebuild the window exactly"
         )
         call.ui.print(f"  no state at {replay['end']:,}: {replay['tokens']:,} tokens before it are computed again and {how}", prose=True)
-    call.ui.print(f"  stored pages match up to token {record.get('matched_tokens', 0):,}")
+    priority = f", priority {record['priority']}" if record.get("priority") is not None else ""
+    call.ui.print(f"  stored pages match up to token {record.get('matched_tokens', 0):,}{priority}")
     if states := record.get("states"):
         call.ui.print("  states at " + ", ".join(f"{s['position']:,} ({s['reason']})" for s in states), prose=True)
     if difference := record.get("first_difference"):

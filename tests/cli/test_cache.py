@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deepinfer_cli.commands.cache import disk_line
+from deepinfer_cli.commands.cache import disk_line, pages_line
 from deepinfer_cli.commands.cache_explain import place_of
 from deepinfer_cli.live import host_share
 from tests.cli.fake_server import serving
@@ -51,6 +51,15 @@ def test_reset_empties_the_server(dix: Callable[..., Any]) -> None:
         ran = dix("cache", "reset", "--port", server.port)
         assert server.resets == 1
     assert ran.code == 0
+
+
+def test_pages_out_of_the_ordinary_are_one_line_and_ordinary_ones_none() -> None:
+    def rank(high: int, low: int, beyond: int) -> dict[str, Any]:
+        return {"prefix_cache": {"priority_pages": {"high": high, "default": 7, "low": low}, "pages_unreachable": beyond}}
+
+    assert pages_line([rank(1000, 0, 2), rank(200, 0, 1)]) == "pages: 1,200 of high priority · 3 beyond the last state"
+    assert pages_line([rank(0, 5, 0)]) == "pages: 5 of low priority"
+    assert pages_line([rank(0, 0, 0), {}]) == ""
 
 
 def test_what_lies_on_disk_is_one_line_a_rank_and_absent_frames_are_not_used_ones() -> None:
