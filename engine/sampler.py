@@ -235,6 +235,7 @@ def row_draws(rows: list[Sequence], device: torch.device) -> Draws:
         to_device([int(mode) for mode in modes], torch.int32, device),
         to_device(chosen, torch.int64, device),
         _filters(params, device) if any(p.is_filtered for p in params) else None,
+        frozenset(modes),
     )
 
 

@@ -13,12 +13,15 @@ constexpr int kStepBits = 20;
 
 struct alignas(16) FewBoard {
     unsigned counts[kSteps];
-    int levels[kFew], ids[kFew];
+    uint64_t keys[kFew];  // level, and the lower ids first: larger before smaller is the filters' order
     uint32_t weights[kFew];
     int sums[kSteps];
     int count, step, kept, found;
     int open;  // more may stay than were collected
 };
+
+__device__ __forceinline__ uint64_t few_key(int level, int id) { return static_cast<uint64_t>(level) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(id)); }
+__device__ __forceinline__ float few_chance(uint64_t key) { return value_of(static_cast<int>(key >> 32)); }
 
 // The lowest step that `wanted` threads of the cluster have something on or above; the last one if there are fewer.
 template <int kThreads>
@@ -59,8 +62,7 @@ __device__ __forceinline__ bool collect(const Piece& piece, float per_sum, int l
             if (level < least) continue;
             const int place = atomic_add_shared(of_rank(&few.count, 0), 1);
             if (place >= kFew) continue;
-            *of_rank(&few.levels[place], 0) = level;
-            *of_rank(&few.ids[place], 0) = piece.begin + 4 * v + i;
+            *of_rank(&few.keys[place], 0) = few_key(level, piece.begin + 4 * v + i);
         }
     }
     sync_block();
@@ -70,11 +72,11 @@ __device__ __forceinline__ bool collect(const Piece& piece, float per_sum, int l
     return fits;
 }
 
-// By the first block: takes the filtered ids out (level 0), as the filters' order of falling probability, ties by id, has it.
+// By the first block: takes the filtered ids out (weight 0, and level 0), as the filters' order of falling probability, ties by id, has it.
 template <int kThreads>
 __device__ __forceinline__ void filter_few(FewBoard& few, int64_t most, int64_t count_limit, float least) {
     const int count = few.count;
-    for (int i = threadIdx.x; i < count; i += kThreads) few.weights[i] = fixed_point(value_of(few.levels[i]));
+    for (int i = threadIdx.x; i < count; i += kThreads) few.weights[i] = fixed_point(few_chance(few.keys[i]));
     if (threadIdx.x == 0) {
         few.kept = 0;
         few.found = kNoId;
@@ -82,20 +84,23 @@ __device__ __forceinline__ void filter_few(FewBoard& few, int64_t most, int64_t 
     sync_block();
     int stay = 0;
     for (int i = threadIdx.x; i < count; i += kThreads) {
-        const int level = few.levels[i], id = few.ids[i];
-        int64_t before = 0, mass = 0;
+        const uint64_t key = few.keys[i];
+        int before = 0;
+        uint32_t mass = 0;  // a row's weights add up to less than 2^32
+#pragma unroll 8
         for (int j = 0; j < count; ++j) {
-            if (few.levels[j] > level || (few.levels[j] == level && few.ids[j] < id)) {
-                ++before;
-                mass += few.weights[j];
-            }
+            const bool first = few.keys[j] > key;
+            before += first;
+            mass += first ? few.weights[j] : 0;
         }
-        few.sums[i] = before < count_limit && mass <= most && value_of(level) >= least;
+        few.sums[i] = before < count_limit && mass <= most && few_chance(key) >= least;
         stay += few.sums[i];
     }
     sync_block();
     for (int i = threadIdx.x; i < count; i += kThreads) {
-        if (few.sums[i] == 0) few.levels[i] = few.weights[i] = 0;
+        if (few.sums[i] != 0) continue;
+        few.weights[i] = 0;
+        few.keys[i] &= 0xFFFFFFFFu;
     }
     if (stay > 0) atomic_add_shared(&few.kept, stay);
     sync_block();
@@ -104,13 +109,18 @@ __device__ __forceinline__ void filter_few(FewBoard& few, int64_t most, int64_t 
 // The id on whose weight the number falls, weights in the order of ids.
 template <int kThreads>
 __device__ __forceinline__ int invert_few(FewBoard& few, int64_t number) {
-    int64_t total = 0;
-    for (int j = 0; j < few.count; ++j) total += few.weights[j];
-    const int64_t left = share_of_total(number, total);
-    for (int i = threadIdx.x; i < few.count; i += kThreads) {
-        int64_t before = 0;
-        for (int j = 0; j < few.count; ++j) before += few.ids[j] < few.ids[i] ? few.weights[j] : 0;
-        if (before <= left && left < before + few.weights[i]) few.found = few.ids[i];
+    const int count = few.count;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const uint32_t order = static_cast<uint32_t>(few.keys[i]);
+        uint32_t before = 0, total = 0;
+#pragma unroll 8
+        for (int j = 0; j < count; ++j) {
+            const uint32_t weight = few.weights[j];
+            before += static_cast<uint32_t>(few.keys[j]) > order ? weight : 0;
+            total += weight;
+        }
+        const int64_t left = share_of_total(number, total);
+        if (before <= left && left < static_cast<int64_t>(before) + few.weights[i]) few.found = static_cast<int>(0xFFFFFFFFu - order);
     }
     sync_block();
     return few.found;
@@ -121,12 +131,13 @@ __device__ __forceinline__ int race_few(const FewBoard& few, uint64_t key, Board
     double best = INFINITY;
     int id = kNoId;
     for (int i = threadIdx.x; i < few.count; i += kThreads) {
-        const float chance = value_of(few.levels[i]);
+        const float chance = few_chance(few.keys[i]);
         if (!(chance > 0.0f)) continue;
-        const double time = exact_time(number_of(key, few.ids[i]), chance);
-        if (time < best || (time == best && few.ids[i] < id)) {
+        const int here = static_cast<int>(0xFFFFFFFFu - static_cast<uint32_t>(few.keys[i]));
+        const double time = exact_time(number_of(key, here), chance);
+        if (time < best || (time == best && here < id)) {
             best = time;
-            id = few.ids[i];
+            id = here;
         }
     }
     uint64_t least;
@@ -145,18 +156,21 @@ __device__ __forceinline__ bool draw_of_few(const SampleRows& p, int row, const 
     const bool by_least = bits_of(least) > bound;
     if (by_least) bound = bits_of(least);
     if (!collect<kThreads>(piece, per_sum, bound, few)) return false;
+    // Where no others can stay the other blocks are done; the first one waits at its end until they have read what they read of it.
+    const bool sure = count_limit <= wanted || by_least || bound == 1;
     if (cluster_rank() == 0) {
         filter_few<kThreads>(few, most, count_limit, least);
-        // Whether those that stay end before those that were collected do, so that nobody else can stay.
-        const bool ended = few.kept < few.count || few.kept >= count_limit || by_least || bound == 1;
-        if (threadIdx.x == 0) set_all<kPieces>(&few.open, ended ? 0 : 1);
+        const bool ended = sure || few.kept < few.count;  // those that stay end before those that were collected do
+        if (!sure && threadIdx.x == 0) set_all<kPieces>(&few.open, ended ? 0 : 1);
         if (ended) {
             id = p.modes[row] == kRace ? race_few<kThreads>(few, static_cast<uint64_t>(p.numbers[row]), board)
                                        : invert_few<kThreads>(few, p.numbers[row]);
         }
+    } else if (sure) {
+        return true;
     }
     sync_cluster(cluster_rank() == 0);
-    return few.open == 0;
+    return sure || few.open == 0;
 }
 
 }  // namespace dix

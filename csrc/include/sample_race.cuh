@@ -1,6 +1,6 @@
 // A race: the id whose exponential waiting time ends first (engine/draws.py: race). Times are compared by their powers of two, as lines that
-// fall with the logit, so that neither the largest logit nor the sum of a row has to be known while it is run. Few ids come near the winner;
-// among those the exact times decide.
+// fall with the logit, so that neither the largest logit nor the sum of a row has to be known while it is run, and a row need not be kept. Few
+// ids come near the winner; among those the exact times decide.
 #pragma once
 
 #include "sample_rows.cuh"
@@ -80,40 +80,35 @@ __device__ __forceinline__ void first_bar(const Best& mine, uint64_t key, Of of,
 }
 
 // Nearly all ids are dismissed by one comparison: u <= -log(1 - u), so that a time cannot be below the bar when u is not below what the bar
-// leaves to the id. Of u the first 23 bits are taken, as the fraction of a number from 1 to 2. Whoever may pass takes the logarithm.
-template <int kThreads, class Of>
-__device__ __forceinline__ void run(const Piece& piece, int begin, int end, uint64_t key, Of of, Runners& r) {
-    for (int base = begin; base < end; base += kThreads) {
-        const int v = base + static_cast<int>(threadIdx.x);
-        const bool inside = v < end;
-        const float4 x = piece.vector(inside ? v : begin);
-        const float four[4] = {x.x, x.y, x.z, x.w};
-        const uint64_t start = key + static_cast<uint64_t>(static_cast<uint32_t>(piece.begin + 4 * v + 1)) * kGolden;
-        bool may[4], any = false;
+// leaves to the id. Of u the first 23 bits are taken, as the fraction of a number from 1 to 2. Whoever may pass takes the logarithm. All lanes of
+// a warp come; id: of the first of four, inside: whether they exist.
+template <class Of>
+__device__ __forceinline__ void run(const float4& x, int id, bool inside, uint64_t key, Of of, Runners& r) {
+    const float four[4] = {x.x, x.y, x.z, x.w};
+    const uint64_t start = key + static_cast<uint64_t>(static_cast<uint32_t>(id + 1)) * kGolden;
+    bool may[4], any = false;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            may[i] = !(value_of(static_cast<int>(shift_right(first_bits(start + i * kGolden), 0x7Fu, 9))) > 1.0f + of.reach(four[i], r.gate));
-            any |= may[i];
-        }
-        any &= inside;
-        if (!any_lane(any)) continue;
-        float bar = r.bar;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (!may[i] || !inside) continue;
-            const float rough = rough_time(mixed(start + i * kGolden)), time = of.log_time(four[i], rough);
-            if (rough < kLateTime) bar = fminf(bar, time);
-            if (time < r.first) {
-                r.second = r.first;
-                r.first = time;
-                r.first_id = piece.begin + 4 * v + i;
-            } else {
-                r.second = fminf(r.second, time);
-            }
-        }
-        for (int mask = 16; mask > 0; mask /= 2) bar = fminf(bar, shuffle_xor(bar, mask));
-        r.lower(bar);
+    for (int i = 0; i < 4; ++i) {
+        may[i] = !(value_of(static_cast<int>(shift_right(first_bits(start + i * kGolden), 0x7Fu, 9))) > 1.0f + of.reach(four[i], r.gate));
+        any |= may[i];
     }
+    if (!any_lane(any && inside)) return;
+    float bar = r.bar;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (!may[i] || !inside) continue;
+        const float rough = rough_time(mixed(start + i * kGolden)), time = of.log_time(four[i], rough);
+        if (rough < kLateTime) bar = fminf(bar, time);
+        if (time < r.first) {
+            r.second = r.first;
+            r.first = time;
+            r.first_id = id + i;
+        } else {
+            r.second = fminf(r.second, time);
+        }
+    }
+    for (int mask = 16; mask > 0; mask /= 2) bar = fminf(bar, shuffle_xor(bar, mask));
+    r.lower(bar);
 }
 
 // The id of the least time, of all blocks: `id` has `time` in this thread. Ties go to the lower id.
@@ -125,14 +120,15 @@ __device__ __forceinline__ int first_of_block(double time, int id, Board<kThread
     return over_block<kThreads>(bits == least ? id : kNoId, board.id_scratch, [](int a, int b) { return a < b ? a : b; });
 }
 
-// The exact race among the ids that the rough one leaves; mostly that is one thread's first. chance(place): of an id of this block.
+// The exact race among the ids that the rough one leaves; mostly that is one thread's first. The block's ids begin at `begin`, in so many
+// vectors; chance(place) is the one of an id among them, 0 where there is none.
 template <int kThreads, class Chance>
-__device__ __forceinline__ int finish_race(const Piece& piece, uint64_t key, const Runners& r, Board<kThreads>& board, Chance chance) {
+__device__ __forceinline__ int finish_race(int begin, int vectors, uint64_t key, const Runners& r, Board<kThreads>& board, Chance chance) {
     const float limit = Runners::with_room(over_block<kThreads>(r.bar, board.sum_scratch, [](float a, float b) { return fminf(a, b); }));
     double best = INFINITY;
     int id = kNoId;
     const auto enter = [&](int here) {
-        const float of_it = chance(here - piece.begin);
+        const float of_it = chance(here - begin);
         if (!(of_it > 0.0f)) return;
         const double time = exact_time(number_of(key, here), of_it);
         if (time < best) {
@@ -144,8 +140,8 @@ __device__ __forceinline__ int finish_race(const Piece& piece, uint64_t key, con
         if (r.second > limit) {
             enter(r.first_id);
         } else {
-            for (int v = threadIdx.x; v < piece.vectors; v += kThreads) {
-                for (int i = 0; i < 4; ++i) enter(piece.begin + 4 * v + i);
+            for (int v = threadIdx.x; v < vectors; v += kThreads) {
+                for (int i = 0; i < 4; ++i) enter(begin + 4 * v + i);
             }
         }
     }

@@ -24,6 +24,7 @@ struct SampleRows {
     const float* min_p;        // [R]; 0 for none
     int64_t row_stride;
     int num_rows, num_ids;
+    int streams, draws;  // whether rows may be read as a stream (greedy ones, races without filters), and whether others may be there
 };
 
 constexpr int kNoId = 0x7FFFFFFF;
@@ -70,34 +71,22 @@ __device__ __forceinline__ Piece piece_of(const SampleRows& p, float* values) {
     return {values, begin, count, (count + 3) / 4};
 }
 
-// A row is copied in groups of vectors; while one is worked on the others are on their way. Where group `number` begins.
-constexpr int kGroups = 4;
+// Vectors whose logits come first; the maximum of these is taken while the others are on their way.
 template <int kThreads>
-__device__ __forceinline__ int group_begin(const Piece& piece, int number) {
-    const int begin = (piece.vectors + kThreads - 1) / kThreads * number / kGroups * kThreads;
-    return begin < piece.vectors ? begin : piece.vectors;
+__device__ __forceinline__ int first_vectors(const Piece& piece) {
+    return piece.vectors / (2 * kThreads) * kThreads;
 }
 
-// Everything that the thread reads later is under way when this returns.
+// Everything that the thread reads later is under way when this returns, in two groups of copies.
 template <int kThreads>
 __device__ __forceinline__ void start_loads(const Piece& piece, const float* logits) {
     const float* from = logits + piece.begin;
     const bool aligned = reinterpret_cast<uintptr_t>(from) % 16 == 0;
-    for (int group = 0; group < kGroups; ++group) {
-        const int end = group_begin<kThreads>(piece, group + 1);
-        for (int v = group_begin<kThreads>(piece, group) + threadIdx.x; v < end; v += kThreads) {
-            start_vector(piece.values, v, piece.count, from, aligned, -INFINITY);
-        }
-        commit_copies();
-    }
-}
-
-__device__ __forceinline__ void wait_for_group(int number) {
-    static_assert(kGroups == 4);
-    if (number == 0) wait_copies<3>();
-    if (number == 1) wait_copies<2>();
-    if (number == 2) wait_copies<1>();
-    if (number == 3) wait_copies<0>();
+    const int first = first_vectors<kThreads>(piece);
+    for (int v = threadIdx.x; v < first; v += kThreads) start_vector(piece.values, v, piece.count, from, aligned, -INFINITY);
+    commit_copies();
+    for (int v = first + threadIdx.x; v < piece.vectors; v += kThreads) start_vector(piece.values, v, piece.count, from, aligned, -INFINITY);
+    commit_copies();
 }
 
 // The best logit that a thread has seen.
@@ -106,17 +95,13 @@ struct Best {
     int id = kNoId;
 };
 
-template <int kThreads>
-__device__ __forceinline__ void look_for_best(const Piece& piece, int begin, int end, Best& best) {
-    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) {
-        const float4 x = piece.vector(v);
-        const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), sum = (x.x + x.y) + (x.z + x.w);
-        if (!(most > best.logit) && sum == sum) continue;  // a NaN shows in the sum
-        const float four[4] = {x.x, x.y, x.z, x.w};
-        for (int i = 0; i < 4; ++i) {
-            const int here = piece.begin + 4 * v + i;
-            if (above(four[i], here, best.logit, best.id)) best = {four[i], here};
-        }
+// id: of the first of four logits.
+__device__ __forceinline__ void look_for_best(const float4& x, int id, Best& best) {
+    const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), sum = (x.x + x.y) + (x.z + x.w);
+    if (!(most > best.logit) && sum == sum) return;  // a NaN shows in the sum
+    const float four[4] = {x.x, x.y, x.z, x.w};
+    for (int i = 0; i < 4; ++i) {
+        if (above(four[i], id + i, best.logit, best.id)) best = {four[i], id + i};
     }
 }
 
@@ -132,5 +117,30 @@ struct alignas(16) Board {
     int64_t left;
     int share, found;
 };
+
+// The best logit of the row, told to all blocks.
+template <int kThreads>
+__device__ __forceinline__ Best best_of_row(const Best& mine, Board<kThreads>& board) {
+    const auto better = [](uint64_t a, uint64_t b) { return a > b ? a : b; };
+    tell_all(over_block<kThreads>(rank_of(mine.logit, mine.id), board.top_scratch, better), board.tops);
+    sync_told();
+    const uint64_t best = over_slots(board.tops, better);
+    return {logit_of(best), id_of(best)};
+}
+
+// By one block of the row.
+__device__ __forceinline__ void write_token(const SampleRows& p, int row, int id, float top) {
+    if (threadIdx.x != 0) return;
+    // A row without a finite maximum has no token; the id has to exist all the same.
+    p.ids[row] = id >= 0 && id < p.num_ids ? id : 0;
+    p.best[row] = top;
+}
+
+__device__ __forceinline__ bool is_filtered(const SampleRows& p, int row) {
+    return p.top_p != nullptr && (p.top_p[row] < kNoLimit || p.top_k[row] < p.num_ids || p.min_p[row] > 0.0f);
+}
+__device__ __forceinline__ bool is_stream(const SampleRows& p, int row) {
+    return p.modes[row] == kGreedy || (p.modes[row] == kRace && !is_filtered(p, row));
+}
 
 }  // namespace dix

@@ -1,13 +1,13 @@
 // One token per row of logits without sorting and without the host: the largest logit, or a draw from the tempered distribution with
 // given random numbers (engine/draws.py is the definition).
 //
-// One launch, one read. A cluster of thread blocks keeps a row in its shared memory: first the logits, from which it takes the maximum, and
-// which race as they come (sample_race.cuh), then their exponentials, of which it takes the sum. Where filters leave few ids, one block draws
-// among those (sample_few.cuh); otherwise ids are dropped (sample_cuts.cuh). Then they race, or their fixed-point weights are added up to
-// where the random number falls. What the blocks find is combined in their order, so a token depends on its row alone.
+// One read. Greedy rows and races are streams (sample_stream.cuh, sample_race.cuh). Of other rows a cluster of thread blocks keeps first the
+// logits in its shared memory, from which it takes the maximum, then their exponentials, of which it takes the sum. Where filters leave few
+// ids, one block draws among those (sample_few.cuh); otherwise ids are dropped (sample_cuts.cuh). Then they race, or their fixed-point weights
+// are added up to where the random number falls. What the blocks find is combined in their order, so a token depends on its row alone.
 #include "sample_cuts.cuh"
 #include "sample_few.cuh"
-#include "sample_race.cuh"
+#include "sample_stream.cuh"
 
 namespace dix {
 
@@ -93,14 +93,14 @@ union Filters {
 
 // A token from the row's distribution: kNoId in the blocks that do not have to write it.
 template <int kThreads>
-__device__ __forceinline__ int draw(const SampleRows& p, int row, const Piece& piece, const Best& mine, float top, float factor, bool filtered,
-                                    Board<kThreads>& board, Filters<kThreads>& filters) {
+__device__ __forceinline__ int draw(const SampleRows& p, int row, const Piece& piece, const Best& mine, float top, float factor, Board<kThreads>& board,
+                                    Filters<kThreads>& filters) {
     const auto plus = [](float a, float b) { return a + b; };
     tell_all(over_block<kThreads>(exponentials<kThreads>(piece, top, factor), board.sum_scratch, plus), board.sums);
     sync_told();
     const float per_sum = 1.0f / over_slots(board.sums, plus);
     const bool races = p.modes[row] == kRace;
-    if (filtered) {
+    if (is_filtered(p, row)) {
         const int level = bits_of(power_of_two((mine.logit - top) * factor) * per_sum);
         int id = kNoId;
         if (draw_of_few<kThreads>(p, row, piece, level, per_sum, board, filters.few, id)) return id;
@@ -110,55 +110,51 @@ __device__ __forceinline__ int draw(const SampleRows& p, int row, const Piece& p
     if (!races) return invert<kThreads>(piece, p.numbers[row], per_sum, board);
     const uint64_t key = static_cast<uint64_t>(p.numbers[row]);
     Runners runners;
-    run<kThreads>(piece, 0, piece.vectors, key, OfChances{}, runners);
-    const int id = finish_race<kThreads>(piece, key, runners, board, [&](int place) { return piece.values[place] * per_sum; });
+    for (int first = 0; first < piece.vectors; first += kThreads) {
+        const int v = first + static_cast<int>(threadIdx.x);
+        const bool inside = v < piece.vectors;
+        run(piece.vector(inside ? v : 0), piece.begin + 4 * v, inside, key, OfChances{}, runners);
+    }
+    const auto chance = [&](int place) { return piece.values[place] * per_sum; };
+    const int id = finish_race<kThreads>(piece.begin, piece.vectors, key, runners, board, chance);
     return cluster_rank() == 0 ? id : kNoId;
 }
 
+// Rows of a stream; the others are not this kernel's.
+template <int kThreads>
+__global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads, 1024 / kThreads) stream_rows(const SampleRows p) {
+    const int row = blockIdx.x / kPieces;
+    if (is_stream(p, row)) draw_from_stream<kThreads>(p, row, *reinterpret_cast<Board<kThreads>*>(shared_memory()));
+}
+
+// Rows that are kept; streams are not this kernel's.
 template <int kThreads>
 __global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads) draw_rows(const SampleRows p) {
+    const int row = blockIdx.x / kPieces;
+    if (is_stream(p, row)) return;
     auto& board = *reinterpret_cast<Board<kThreads>*>(shared_memory());
-    auto& cuts = *reinterpret_cast<Filters<kThreads>*>(&board + 1);
-    float* values = p.top_p != nullptr ? reinterpret_cast<float*>(&cuts + 1) : reinterpret_cast<float*>(&cuts);
-    const int row = blockIdx.x / kPieces, rank = cluster_rank(), mode = p.modes[row];
-    const bool filtered = p.top_p != nullptr && (p.top_p[row] < kNoLimit || p.top_k[row] < p.num_ids || p.min_p[row] > 0.0f);
-    const Piece piece = piece_of(p, values);
+    auto& filters = *reinterpret_cast<Filters<kThreads>*>(&board + 1);
+    const Piece piece = piece_of(p, p.top_p != nullptr ? reinterpret_cast<float*>(&filters + 1) : reinterpret_cast<float*>(&filters));
     start_loads<kThreads>(piece, p.logits + row * p.row_stride);
-    if (p.top_p != nullptr && threadIdx.x == 0) cuts.few.count = 0;
+    if (p.top_p != nullptr && threadIdx.x == 0) filters.few.count = 0;
     sync_cluster(false);  // all blocks have begun: their memory may be written
-    const float temperature = mode == kGreedy ? 1.0f : p.temperature[row], factor = kLog2OfE / temperature;
-    const uint64_t number = static_cast<uint64_t>(p.numbers[row]);
-    const bool runs = mode == kRace && !filtered;
     Best mine;
-    Runners runners;
-    for (int group = 0; group < kGroups; ++group) {
-        const int begin = group_begin<kThreads>(piece, group), end = group_begin<kThreads>(piece, group + 1);
-        wait_for_group(group);
-        look_for_best<kThreads>(piece, begin, end, mine);
-        if (!runs) continue;
-        if (group == 0) first_bar<kThreads>(mine, number, OfLogits{factor}, board, runners);
-        run<kThreads>(piece, begin, end, number, OfLogits{factor}, runners);
+    const auto look = [&](int begin, int end) {
+        for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) look_for_best(piece.vector(v), piece.begin + 4 * v, mine);
+    };
+    const int first = first_vectors<kThreads>(piece);
+    wait_copies<1>();
+    look(0, first);
+    wait_copies<0>();
+    look(first, piece.vectors);
+    const Best best = best_of_row<kThreads>(mine, board);
+    int id = best.id;
+    bool writes = cluster_rank() == 0;
+    if (best.logit > -INFINITY && best.logit < INFINITY) {
+        id = draw<kThreads>(p, row, piece, mine, best.logit, kLog2OfE / p.temperature[row], board, filters);
+        writes = id != kNoId;
     }
-    const auto better = [](uint64_t a, uint64_t b) { return a > b ? a : b; };
-    tell_all(over_block<kThreads>(rank_of(mine.logit, mine.id), board.top_scratch, better), board.tops);
-    sync_told();
-    const uint64_t best = over_slots(board.tops, better);
-    const float top = logit_of(best);
-    int id = id_of(best);
-    bool writes = rank == 0;
-    if (mode != kGreedy && top > -INFINITY && top < INFINITY) {
-        if (runs && top * factor > -Runners::kFar / 2) {
-            id = finish_race<kThreads>(piece, number, runners, board, [&](int place) { return power_of_two((piece.values[place] - top) * factor); });
-        } else {
-            id = draw<kThreads>(p, row, piece, mine, top, factor, filtered, board, cuts);
-            writes = id != kNoId;
-        }
-    }
-    if (writes && threadIdx.x == 0) {
-        // A row without a finite maximum has no token; the id has to exist all the same.
-        p.ids[row] = id >= 0 && id < p.num_ids ? id : 0;
-        p.best[row] = top;
-    }
+    if (writes) write_token(p, row, id, best.logit);
 }
 
 }  // namespace dix
@@ -173,7 +169,11 @@ extern "C" int dix_sample_rows(const dix::SampleRows* p, int threads, void* stre
 #define DIX_DRAW(count)                                                                                                       \
     if (threads == count) {                                                                                                   \
         if (share_size<count>(piece) > count) return cudaErrorInvalidValue;                                                   \
-        const int bytes = sizeof(Board<count>) + (p->top_p != nullptr ? sizeof(Filters<count>) : 0) + piece * 4;                  \
+        if (p->streams) {                                                                                                     \
+            DIX_LAUNCH_CLUSTERS(stream_rows<count>, kPieces, grid, count, sizeof(Board<count>), s, *p);                       \
+            if (!p->draws) return cudaGetLastError();                                                                         \
+        }                                                                                                                     \
+        const int bytes = sizeof(Board<count>) + (p->top_p != nullptr ? sizeof(Filters<count>) : 0) + piece * 4;              \
         /* The attribute belongs to the device, not to the process. */                                                        \
         const int status = cudaFuncSetAttribute(draw_rows<count>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);        \
         if (status != cudaSuccess) return status;                                                                             \

@@ -34,13 +34,14 @@ class Filters:
 class Draws:
     """Per row: temperature [R] fp32 (above 0 unless greedy), modes [R] int32, numbers [R] int64 (a race's key, or 53 random bits).
 
-    filters: None where no row has one; greedy rows ignore theirs.
+    filters: None where no row has one; greedy rows ignore theirs. kinds: the modes that occur, None where the host does not know them.
     """
 
     temperature: Tensor
     modes: Tensor
     numbers: Tensor
     filters: Filters | None = None
+    kinds: frozenset[Mode] | None = None
 
 
 def sample_rows(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """The sampling kernels, thread by thread on a CPU, against the definitions of the draws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -179,3 +181,13 @@ def test_a_row_does_not_depend_on_its_batch(run):
     assert run_rows(run, 0, logits[:0], Draws(*(part[:0] for part in (wanted.temperature, wanted.modes, wanted.numbers))), 900)[
         0
     ].shape == (0,)
+
+
+def test_naming_the_kinds_of_rows_changes_no_token(run):
+    logits = torch.randn(4, 900)
+    filters = Filters(torch.full((4,), 2 * FIXED_ONE), torch.full((4,), 30, dtype=torch.int32), torch.zeros(4))
+    for modes in ([Mode.RACE] * 4, [Mode.GREEDY, Mode.RACE] * 2, [Mode.INVERSE] * 4, [Mode.GREEDY, Mode.INVERSE] * 2):
+        for kept in (None, filters):
+            wanted = replace(draws(modes), filters=kept)
+            named = replace(wanted, kinds=frozenset(modes))
+            assert torch.equal(run_rows(run, 0, logits, named, 900)[0], run_rows(run, 0, logits, wanted, 900)[0])

@@ -47,7 +47,7 @@ def _sample(setting: Setting) -> Iterator[Line]:
         wanted_draws = [(mode, None, "") for mode in Mode] + [(mode, few, " top-k, top-p") for mode in (Mode.INVERSE, Mode.RACE)]
         for mode, kept, name in [*wanted_draws, (Mode.INVERSE, nucleus, " top-p")]:
             modes = torch.full((rows,), int(mode), dtype=torch.int32, device="cuda")
-            draws = Draws(torch.ones(rows, device="cuda"), modes, numbers, kept)
+            draws = Draws(torch.ones(rows, device="cuda"), modes, numbers, kept, frozenset({mode}))
             wanted = SAMPLE_ROWS.reference(logits, draws, 129_280)[0]
             runs: dict[str, Callable[[], Any]] = {
                 f"{threads} threads": _native(sample_rows.run_rows, logits, draws, 129_280, threads) for threads in (256, 512, 128)

@@ -24,7 +24,7 @@ def _case(mode: Mode, filtered: bool = False) -> Case:
             torch.full((rows,), 50, dtype=torch.int32, device=setting.device),
             torch.zeros(rows, device=setting.device),
         )
-        draws = Draws(torch.ones(rows, device=setting.device), modes, numbers, filters if filtered else None)
+        draws = Draws(torch.ones(rows, device=setting.device), modes, numbers, filters if filtered else None, frozenset({mode}))
         plain: list[Call] = [lambda: SAMPLE_ROWS.reference(logits, draws, vocab)]
         if mode is Mode.GREEDY:
             plain = [lambda: logits.max(dim=-1)]

@@ -45,7 +45,7 @@ class SampleArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "modes", "numbers", "ids", "best", "top_p", "top_k", "min_p")),
         ("row_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_ids")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_ids", "streams", "draws")),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tokens from logits in one launch that reads them once: a cluster of thread blocks keeps a row in its shared memory."""
+"""Tokens from logits that are read once: as a stream, or kept by a cluster of thread blocks in its shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.ops.cuda.device import has_clusters, shared_bytes
 from engine.ops.cuda.library import Kernels, SampleArguments, check_launch
 from engine.ops.cuda.packed_gemm import machine
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode
 from engine.ops.triton.fallback import warn_once
 
 # Threads of a block. At 129,280 ids three blocks with their logits fit a multiprocessor, two with what filters need.
@@ -51,6 +51,8 @@ def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: i
         row_stride=logits.stride(0),
         num_rows=rows,
         num_ids=num_ids,
+        streams=int(draws.kinds is None or bool(draws.kinds & {Mode.GREEDY, Mode.RACE})),
+        draws=int(draws.kinds is None or Mode.INVERSE in draws.kinds or (draws.filters is not None and Mode.RACE in draws.kinds)),
     )
     if draws.filters is not None:
         kept = [part.contiguous() for part in (draws.filters.top_p, draws.filters.top_k, draws.filters.min_p)]
