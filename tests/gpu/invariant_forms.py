@@ -16,8 +16,9 @@ from torch import Tensor
 
 from deepinfer_cli.opbench.case import Setting
 from deepinfer_cli.opbench.timing import time_side_by_side
-from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, machine, tiles_of
+from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, in_order_of_products, machine, tiles_of
 from engine.ops.packed_weights import Format, PackedWeights, unpack
+from engine.ops.triton.product_order import in_order
 from tests.ops.bench_packed import DENSE, random_weights
 
 
@@ -39,11 +40,12 @@ def products(setting: Setting) -> Iterator[Problem]:
         for tokens in (1, 64, 256, 4096):
             slices = (1, 4, 8)
             few = [Shape(tiles_of(tokens), n) for n in slices] if tokens <= 256 else [Shape(MANY)]
-            many = [Shape(tiles, n, warpgroups=True) for tiles, n in ((MANY, 1), (MANY, 4), (MANY, 8), (8, 4), (8, 8))]
+            many = [Shape(MANY, n, warpgroups=True) for n in slices]
             shapes = few + many * (tokens > 64)
-            forms = {str(shape)[5:]: partial(_product, pool, sets, shape) for shape in shapes}
-            if tokens > 64:
+            forms: dict[str, Callable[[int, int], Tensor]] = {str(shape)[5:]: partial(_product, pool, sets, shape) for shape in shapes}
+            if tokens > 1:
                 forms["library"] = partial(_library, pool, plain)
+                forms |= _ordered(pool, plain, 1 if name == "wq_b" else 4 if name == "wo_a" else 8, tokens)
             yield Problem(f"{name}, {tokens} tokens", tokens, len(sets), forms)
 
 
@@ -52,6 +54,23 @@ def _product(x: Tensor, sets: list[PackedWeights], shape: Shape, count: int, num
     out = torch.empty(count, weights.groups * weights.rows, dtype=torch.bfloat16, device="cuda")
     dense(*machine(x.device), x[:count], weights, out, shape, Epilogue.BF16)
     return out
+
+
+def _ordered(x: Tensor, plain: Tensor, slices: int, tokens: int) -> dict[str, Callable[[int, int], Tensor]]:
+    """Slices as packed products of few rows have them. Ordering the tokens is part of it."""
+    from engine.ops.triton.ordered_linear import Division, ordered_linear
+
+    groups, rows, columns = plain.shape
+    weight = in_order_of_products(plain.flatten(0, 1), Format.FP8, 1, slices).view(groups, rows, columns).contiguous()
+
+    def run(count: int, number: int, divided: Division) -> Tensor:
+        return ordered_linear(in_order(x[:count], Format.FP8, groups, slices), weight, slices, 128, divided)
+
+    few = [Division(64, 128, 64, True, 4, 4), Division(64, 128, 64, True, 4, 5), Division(64, 64, 64, True, 4, 5)]
+    some = [Division(128, 128, 64, True, 8, 4), Division(128, 128, 64, False, 8, 4), Division(64, 128, 64, True, 4, 4)]
+    last = Division(128, 256, 64, False, 8, 3) if slices == 1 else Division(128, 64, 64, False, 8, 4)
+    many = [Division(128, 128, 64, False, 8, 4), Division(128, 128, 64, False, 8, 3), last]
+    return {f"ordered {str(d)[8:]}": partial(run, divided=d) for d in (few if tokens <= 64 else some if tokens <= 256 else many)}
 
 
 def _library(x: Tensor, weights: Tensor, count: int, number: int) -> Tensor:

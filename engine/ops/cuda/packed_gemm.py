@@ -77,12 +77,15 @@ def fixed_shape(run: Kernels, rows: int, packed: PackedWeights, slices: int) -> 
     return Shape(MANY, slices, warpgroups=warpgroups)
 
 
-def in_order_of_products(x: Tensor, format: Format) -> Tensor:
-    """x [R, blocks of columns] with every 64 columns in the order in which products by warpgroups take them.
+def in_order_of_products(x: Tensor, format: Format, groups: int = 1, slices: int = 1) -> Tensor:
+    """x [R, groups * blocks of columns] with every 64 columns in the order in which products by warpgroups take them.
 
     The columns of a token that a lane's packed weights belong to lie together (see `packed_weights.cuh`); for a product of 16 columns the
-    lanes' pairs have to alternate.
+    lanes' pairs have to alternate. slices: into which the blocks of a group are dealt, one slice after the other.
     """
+    blocks = x.shape[1] // format.block_columns // groups
+    dealt = [block for slice in range(slices) for block in range(slice, blocks, slices)]
+    x = x.unflatten(1, (groups, blocks, -1))[:, :, dealt].flatten(1) if slices > 1 else x
     if format is Format.FP4:  # [lane t, step, half, pair] -> [step, half, lane t, pair]
         return x.unflatten(1, (-1, 4, 4, 2, 2)).permute(0, 1, 3, 4, 2, 5).flatten(1)
     # [chunk, lane t, step of the chunk, half, pair] -> [chunk, step, half, lane t, pair]
