@@ -30,7 +30,11 @@ MEASURE_S = 0.5  # start-up time for a curve, which clients wait for; points tha
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size, ascending. Between points it is a line; before the first it is flat, behind the last the last slope goes on."""
+    """Seconds by size, ascending. Between points it is a line; before the first it is flat, behind the last the last slope goes on.
+
+    Recorded steps have a few sizes and are padded up to them, yet a line is nearer to their times than stairs: padding rows are all alike,
+    and touch no more experts than one row.
+    """
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
