@@ -16,12 +16,15 @@ constexpr int kGroupColumns = 64;
 constexpr int kGroupAlign = 1024;  // of a tile of tokens
 
 // Items of up to kTokens tokens; thread blocks of kWarps warps with kRows tiles of 16 rows each; kStages places of the ring.
-template <int kMost, int kManyWarps, int kManyRows, int kPlaces>
+// kMixed: decoding stands between the products of a stage: a warp waits where it issues a product whose weights are in registers until the one
+// before has taken its own.
+template <int kMost, int kManyWarps, int kManyRows, int kPlaces, bool kMixed = false>
 struct GroupForm {
     static constexpr int kTokens = kMost, kWarps = kManyWarps, kRows = kManyRows, kStages = kPlaces;
     static constexpr int kThreads = 32 * kWarps;
     // There are registers enough for products that begin before those of the stage before are over.
-    static constexpr bool kOverlaps = kTokens <= 64;
+    static constexpr bool kOverlaps = kTokens <= 64 && !kMixed;
+    static constexpr bool kInterleaves = kMixed;
 };
 
 template <Format kFormat, class Form>
@@ -66,6 +69,7 @@ struct GroupUnit {
     bool used[kCopied];
     const unsigned char* scales[kGroupRows];
     uint2 fields[kGroupRows], later[kGroupRows];
+    uint4 packed[kGroupRows][S::kChunks];
     float acc[kGroupRows][kTokens / 8][4];
 
     __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kStages * S::kBytes; }
@@ -97,7 +101,7 @@ struct GroupUnit {
     }
 
     // Only this lane's own copies are read.
-    __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
+    __device__ __forceinline__ void fetch(int stage) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (stage % S::kPerBlock == 0) {
             int block = stage / S::kPerBlock + 1;
@@ -116,34 +120,56 @@ struct GroupUnit {
 #pragma unroll
         for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
-            for (int c = 0; c < S::kChunks; ++c) {
-                const int q = stage % S::kPerBlock * S::kChunks + c;
-                const uint32_t upper = factor(fields[r].x, q), lower = factor(fields[r].y, q);
-                const uint4 packed = load_shared16(mine + (r * S::kChunks + c) * 512);
-                const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-                for (int s = 0; s < S::kSteps; ++s) L::decode(words, s, upper, lower, a[r][c * S::kSteps + s]);
-            }
+            for (int c = 0; c < S::kChunks; ++c) packed[r][c] = load_shared16(mine + (r * S::kChunks + c) * 512);
         }
+    }
+
+    // Operands of product `s` of the stage that was fetched.
+    __device__ __forceinline__ void decode_step(int stage, int s, GroupWeights& a) const {
+        const int c = s / S::kSteps, q = stage % S::kPerBlock * S::kChunks + c;
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+            const uint32_t words[4] = {packed[r][c].x, packed[r][c].y, packed[r][c].z, packed[r][c].w};
+            L::decode(words, s % S::kSteps, factor(fields[r].x, q), factor(fields[r].y, q), a[r][s]);
+        }
+    }
+
+    __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
+        fetch(stage);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) decode_step(stage, s, a);
     }
 
     // The products of one stage, whose weights are decoded, while those of the next one are.
     template <int kPairs>
     __device__ __forceinline__ void step(int stage, const GroupWeights& now, GroupWeights& next) {
+        if constexpr (Form::kInterleaves) wait_copies<kUnderWay - 2>();  // for this lane's weights of the next stage
         show_shared();
         sync_block();  // everyone's tokens of this stage are there; over are everyone's products of the stage before, or of the one before it
         const unsigned char* tokens = stage_at(stage);
+        const bool more = stage + 1 < num_stages;
+        if constexpr (Form::kInterleaves) {
+            if (more) fetch(stage + 1);
+        }
         group_begin();
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) group_multiply<kPairs>(acc[r], now[r][s], tokens, s);
+            if constexpr (Form::kInterleaves) {
+                if (s == 0) issue(stage + kUnderWay);
+                decode_step(stage + 1, s, next);  // of nothing behind the last stage
+            }
         }
         group_commit();
+        if constexpr (Form::kInterleaves) {
+            group_wait<0>();
+            return;
+        }
         issue(stage + kUnderWay);
         if constexpr (kOverlaps) group_wait<1>();  // for the stage before, whose weights `next` has held
         wait_copies<kUnderWay - 1>();
-        if (stage + 1 < num_stages) decode(stage + 1, next);
+        if (more) decode(stage + 1, next);
         if constexpr (!kOverlaps) group_wait<0>();
     }
 
@@ -207,7 +233,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
         const int item_index = unit_index / row_groups;
         const Item item = item_of(p, item_index, kTokens);
         const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
-        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}};
+        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}, {}};
 #pragma unroll
         for (int i = 0; i < unit.kCopied; ++i) {
             const int column = thread / 8 + Form::kThreads / 8 * i;
@@ -275,14 +301,16 @@ int choose_groups(const PackedGemm& p, int format, int form, int slices, int num
     if (format == kFp8) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 6>>(p, 1, num_blocks, stream);
     if (form == 1) return launch_groups<kFp4, kEpilogue, GroupForm<128, 8, 2, 8>>(p, 1, num_blocks, stream);
     if (form == 2) return launch_groups<kFp4, kEpilogue, GroupForm<64, 8, 2, 10>>(p, 1, num_blocks, stream);
+    if (form == 5) return launch_groups<kFp4, kEpilogue, GroupForm<128, 8, 2, 8, true>>(p, 1, num_blocks, stream);
+    if (form == 7) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8, true>>(p, 1, num_blocks, stream);
+    if (form == 8) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 8, true>>(p, 1, num_blocks, stream);
     if (form == 3) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8>>(p, 1, num_blocks, stream);
-    if (form == 4) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 10>>(p, 1, num_blocks, stream);
     return cudaErrorInvalidValue;
 }
 
 }  // namespace dix
 
-// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, 0 to 2, see above;
+// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, see above;
 // of FP8 with slices 2 for items of 64 tokens. slices: 1, for FP8 also 4 and 8 of at least as many blocks of columns, adds in the order of
 // dix_packed_gemm with as many.
 extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int form, int slices, int num_blocks, void* stream) {

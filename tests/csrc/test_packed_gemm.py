@@ -90,7 +90,7 @@ def test_products_of_many_rows(run, format, rows, columns, tokens, warpgroups):
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(8, warpgroups=True, form=1), Shape(8, warpgroups=True, form=3), Shape(16, warpgroups=True, form=3)], ids=str
+    "shape", [Shape(tiles, warpgroups=True, form=form) for tiles, form in ((8, 1), (8, 7), (16, 3), (16, 5), (16, 7))], ids=str
 )
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(16, 256, 1), (40, 96, 20), (560, 320, 33), (24, 928, 63), (24, 256, 130)])
 def test_products_of_other_forms_by_warpgroups(run, rows, columns, tokens, shape):

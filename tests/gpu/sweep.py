@@ -112,7 +112,8 @@ def experts(setting: Setting) -> dict[str, Forms]:
 
     shapes = {
         "8 warps, 16 tiles": Shape(16, warpgroups=True), "16 warps, 16 tiles": Shape(16, warpgroups=True, form=3),
-        "8 warps, 8 tiles": Shape(8, warpgroups=True), "16 warps, 8 tiles": Shape(8, warpgroups=True, form=3),
+        "8 warps mixed, 16 tiles": Shape(16, warpgroups=True, form=5), "16 warps mixed, 16 tiles": Shape(16, warpgroups=True, form=7),
+        "8 warps, 8 tiles": Shape(8, warpgroups=True), "16 warps mixed, 8 tiles": Shape(8, warpgroups=True, form=7),
         "mma.sync, 4 tiles": Shape(4),
     }  # fmt: skip
     found: dict[str, Forms] = {}
