@@ -23,6 +23,7 @@ from server.state import list_servers, server_dir
 
 THINK = {"auto": None, "on": {"type": "enabled"}, "off": {"type": "disabled"}}
 ADDRESS = re.compile(r"[\w.-]+:\d+(/\S*)?")
+LEAST_FOR_SPEED = 16  # tokens: a step with drafts gives up to six
 HELP = "/reset forgets the talk · /exit or Ctrl-D ends it"
 
 
@@ -72,10 +73,13 @@ class Talk:
 
 
 def stats_line(answer: Answer) -> str:
-    """`TTFT 0.21 s · 84.7 tok/s · 312 tokens · 1,024 from prefix cache`."""
+    """`TTFT 0.21 s · 84.7 tok/s · 312 tokens · 1,024 from prefix cache`.
+
+    An answer of one or two steps has no speed: its tokens come at once.
+    """
     cut = " · cut at --max-tokens" if answer.finish_reason == "length" else ""
-    speed = f"TTFT {answer.ttft_s:.2f} s · {answer.tok_s:,.1f} tok/s"
-    return f"{speed} · {answer.output_tokens:,} tokens · {answer.cached:,} from prefix cache{cut}"
+    speed = f" · {answer.tok_s:,.1f} tok/s" if answer.output_tokens >= LEAST_FOR_SPEED else ""
+    return f"TTFT {answer.ttft_s:.2f} s{speed} · {answer.output_tokens:,} tokens · {answer.cached:,} from prefix cache{cut}"
 
 
 def _chat(
@@ -122,7 +126,8 @@ def converse(talk: Talk) -> None:
     """Read lines until Ctrl-D. Ctrl-C while an answer comes stops the answer; at the prompt it ends the talk."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    talk.call.ui.note(f"{talk.base['model']} at {talk.api.url} · {HELP}", "quiet")
+    talk.call.ui.note(f"{talk.base['model']} at {talk.api.url}", "quiet")
+    talk.call.ui.note(HELP, "quiet")
     while True:
         try:
             text = input("> ").strip()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from deepinfer_cli.api import Answer
+from deepinfer_cli.commands.chat import stats_line
 from deepinfer_cli.commands.logs import parse_lines, read_new
 from deepinfer_cli.commands.serve import plan_server
 from deepinfer_cli.invocation import Shared, prepare
@@ -250,3 +252,12 @@ def test_a_launch_is_told_in_a_few_lines(capsys: pytest.CaptureFixture[str]) -> 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert "cache 1,280 tokens" in lines[1]
+
+
+def test_an_answer_of_one_step_has_no_speed() -> None:
+    """Three drafts that come at once are no 6,000 tokens a second."""
+    usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
+    short = Answer(content="", reasoning="", tokens=(), finish_reason="stop", usage=usage, ttft_s=0.02, total_s=0.0203)
+    assert stats_line(short) == "TTFT 0.02 s · 3 tokens · 0 from prefix cache"
+    longer = dataclasses.replace(short, usage={**usage, "completion_tokens": 101}, total_s=1.02, finish_reason="length")
+    assert stats_line(longer) == "TTFT 0.02 s · 100.0 tok/s · 101 tokens · 0 from prefix cache · cut at --max-tokens"
