@@ -96,7 +96,8 @@ _LAID_OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "attend hopper": ("row_attention_hopper", {"ALONE": False}),
     "attend roles 4": ("row_attention_roles", {"ALONE": True, "JOINED": False, "DECODERS": 4}),
     "attend joined 4": ("row_attention_roles", {"ALONE": False, "JOINED": True, "DECODERS": 4}),
-    "attend halves": ("row_attention_halves", {"ALONE": True, "DECODERS": 4}),
+    "attend halves": ("row_attention_halves", {"ALONE": True, "JOINED": False, "DECODERS": 4}),
+    "attend joined halves": ("row_attention_halves", {"ALONE": False, "JOINED": True, "DECODERS": 4}),
     "attend roles 8": ("row_attention_roles", {"ALONE": False, "JOINED": False, "DECODERS": 8}),
 }
 

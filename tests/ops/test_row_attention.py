@@ -152,15 +152,16 @@ def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("window", "entries"), [(128, 512), (128, 40), (128, None)])
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("part_keys", [128, 320])
-def test_a_program_with_all_parts_of_a_row_gives_the_bits_of_parts_apart(device, kernel, window, entries, part_keys):
+def test_a_program_with_all_parts_of_a_row_gives_the_bits_of_parts_apart(device, kernel, window, entries, part_keys, halves):
     from engine.ops.triton.row_attention import Tuning
 
     problem = Problem(device, 150, REAL, window=window, entries=entries, num_rows=2000)
     for source in problem.sources:
         source.index[:4] = -1
-    apart = problem.run(partial(kernel, tuning=Tuning(joined=0), part_keys=part_keys))
-    assert torch.equal(problem.run(partial(kernel, tuning=Tuning(joined=1), part_keys=part_keys)), apart)
+    apart = problem.run(partial(kernel, tuning=Tuning(joined=0, halves=halves), part_keys=part_keys))
+    assert torch.equal(problem.run(partial(kernel, tuning=Tuning(joined=1, halves=halves), part_keys=part_keys)), apart)
     assert problem.error(partial(kernel, part_keys=part_keys)) <= LIMIT
 
 

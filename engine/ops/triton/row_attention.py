@@ -27,7 +27,7 @@ class Tuning:
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
     decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
-    joined: int = 0  # rows of batch-invariant mode from which on one program has all parts of a row, of `row_attention_roles`; 0: never
+    joined: int = 0  # rows of batch-invariant mode from which on one program has all parts of a row, if some warps decode; 0: never
     halves: bool = False  # and warpgroups that multiply without each other, of `row_attention_halves`
     keys: int = 64
     stages: int = 2
@@ -259,14 +259,12 @@ def _launch_rows(
     words, factor = out.view(torch.int32), scale * _LOG2E.value * SHRINK.value
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
-        roles = {"DECODERS": tuning.decoders} if tuning.decoders else {}
-        joined = joined and tuning.decoders > 0 and not tuning.halves
+        joined = joined and tuning.decoders > 0
+        roles = {"DECODERS": tuning.decoders, "JOINED": joined} if tuning.decoders else {}
         if roles and tuning.halves:
             from engine.ops.triton.row_attention_halves import attend
         elif roles:
             from engine.ops.triton.row_attention_roles import attend
-
-            roles["JOINED"] = joined
         else:
             from engine.ops.triton.row_attention_hopper import attend
         attend[(num_rows, 1 if joined else splits or 1)](

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from engine.ops.triton.row_attention_hopper import D2, HEADS, R2, SHARED, N, barrier, index_of, write_result
+from engine.ops.triton.row_attention_hopper import D2, HEADS, R2, SHARED, N, barrier, index_of, join_parts, write_result
 from engine.ops.triton.row_attention_roles import decode
 
 WIDTH = gl.constexpr(128)  # pairs of channels of a warpgroup
@@ -69,9 +69,12 @@ def _absorb(qe, qo, keys, full, empty, index_ptr, columns, tile, step, scale, m,
 @gluon.jit
 def _multiply(
     q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end, window_tiles,
-    row, split, splits, scale, queries, keys, rotated, full, empty, ALONE: gl.constexpr, HALF: gl.constexpr,
+    row, split, splits, per, scale, queries, keys, rotated, full, empty, ALONE: gl.constexpr, JOINED: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """Rotates half of the query, takes the tiles in the decoders' order, and writes half of the channels."""
+    """Rotates half of the query, takes the tiles in the decoders' order, and writes half of the channels.
+
+    JOINED: all parts of the row, one after the other, each from nothing.
+    """
     turned = gl.arange(0, D2, gl.SliceLayout(0, _QUERY)) - (D2 - R2)
     cos = gl.expand_dims(gl.load(rot_ptr + row * 2 * R2 + 2 * turned, mask=turned >= 0, other=1.0), 0)
     sin = gl.expand_dims(gl.load(rot_ptr + row * 2 * R2 + 2 * turned + 1, mask=turned >= 0, other=0.0), 0)
@@ -87,19 +90,31 @@ def _multiply(
     oe = gl.zeros([HEADS, WIDTH], gl.float32, _OUTPUT)
     oo = gl.zeros([HEADS, WIDTH], gl.float32, _OUTPUT)
     for tile in range(begin, end):
+        if JOINED:  # noqa: SIM102  the condition below is compiled only then
+            if (tile > begin) & ((tile - begin) % per == 0):
+                write_result(
+                    oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, (tile - begin) // per - 1, splits, False,
+                    _OUTPUT, HALF * WIDTH, WIDTH, True,
+                )  # fmt: skip
+                m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
+                den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
+                oe = gl.zeros([HEADS, WIDTH], gl.float32, _OUTPUT)
+                oo = gl.zeros([HEADS, WIDTH], gl.float32, _OUTPUT)
         near = tile < window_tiles
         index_ptr, columns = gl.where(near, window_index_ptr, entry_index_ptr), gl.where(near, W, K)
         number = tile - gl.where(near, 0, window_tiles)
         m, den, oe, oo = _absorb(qe, qo, keys, full, empty, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo, HALF)
+    if JOINED:
+        oe, oo, m, den = join_parts(oe, oo, m, den, part_ptr, stat_ptr, row, splits, _OUTPUT, HALF * WIDTH, WIDTH)
     write_result(
-        oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE, _OUTPUT, HALF * WIDTH, WIDTH
+        oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE or JOINED, _OUTPUT, HALF * WIDTH, WIDTH,
     )  # fmt: skip
 
 
 @gluon.jit
 def attend(
     q_ptr, rot_ptr, window_ptr, window_index_ptr, entry_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr,
-    W, K, per, scale, ALONE: gl.constexpr, DECODERS: gl.constexpr,
+    W, K, per, scale, ALONE: gl.constexpr, JOINED: gl.constexpr, DECODERS: gl.constexpr,
 ):  # fmt: skip
     """For four warps, beside four more that multiply and DECODERS that decode. All else is as in `row_attention_hopper.attend`."""
     row, split, splits = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
@@ -108,6 +123,8 @@ def attend(
     window_tiles = gl.cdiv(W, N)
     tiles = window_tiles + gl.cdiv(K, N)
     begin, end = split * per, gl.minimum((split + 1) * per, tiles)
+    if JOINED:
+        end, splits = tiles, gl.cdiv(tiles, per)
     first_entry, last_entry = gl.maximum(begin, window_tiles) - window_tiles, end - window_tiles
     last_window = gl.minimum(end, window_tiles)
     queries = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, D2], SHARED)
@@ -125,14 +142,14 @@ def attend(
                 _multiply,
                 (
                     q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end,
-                    window_tiles, row, split, splits, scale, queries, keys, rotated, full, empty, ALONE, 0,
+                    window_tiles, row, split, splits, per, scale, queries, keys, rotated, full, empty, ALONE, JOINED, 0,
                 ),
             ),
             (
                 _multiply,
                 (
                     q_ptr, rot_ptr, window_index_ptr, entry_index_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, W, K, begin, end,
-                    window_tiles, row, split, splits, scale, queries, keys, rotated, full, empty, ALONE, 1,
+                    window_tiles, row, split, splits, per, scale, queries, keys, rotated, full, empty, ALONE, JOINED, 1,
                 ),
             ),
             (

@@ -199,6 +199,7 @@ def join_parts(
     even, odd, m, den, part_ptr, stat_ptr, row, splits, LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """A row's last part, in registers, and those before it, which these threads have kept: from last to first, as `_combine` does."""
+    barrier()
     flat: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     head = gl.arange(0, HEADS, flat)
     half = FIRST + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
@@ -223,10 +224,10 @@ def join_parts(
 @gluon.jit
 def write_result(
     even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE: gl.constexpr,
-    LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, KEPT: gl.constexpr = False,
 ):  # fmt: skip
     """Sums of WIDTH even and odd channels from FIRST on, fp32 [HEADS, WIDTH]: turned back to the output where they are whole, else kept as
-    this part's share.
+    this part's share. KEPT: for `join_parts` of these threads, who do not see what others of the row have written.
     """
     flat: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     head = gl.arange(0, HEADS, flat)
@@ -246,7 +247,7 @@ def write_result(
         at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
         gl.store(at, even)
         gl.store(at + D2, odd)
-        if FIRST == 0:
+        if FIRST == 0 or KEPT:
             gl.store(stat_ptr + place * 2, m)
             gl.store(stat_ptr + place * 2 + 1, den)
 

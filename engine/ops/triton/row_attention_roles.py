@@ -150,7 +150,7 @@ def _multiply(
                 done_even, done_odd = warpgroup_mma_wait(0, deps=[oe, oo])
                 write_result(
                     done_even, done_odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, (tile - begin) // per - 1, splits,
-                    False, OUTPUT, 0, D2,
+                    False, OUTPUT, 0, D2, True,
                 )  # fmt: skip
                 m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
                 den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
