@@ -168,7 +168,6 @@ def opened(call: Invocation, target: str | None, port: int | None, url: str | No
 @contextlib.contextmanager
 def own_server(call: Invocation, model: str | None) -> Iterator[str]:
     """A server on a free port that ends with the talk. Its directory goes as well, unless it failed: then its log may be wanted."""
-    import dataclasses
     import os
     import shutil
 
@@ -179,12 +178,7 @@ def own_server(call: Invocation, model: str | None) -> Iterator[str]:
     serving = prepare(Shared(quiet=call.ui.options.quiet), {"server.port": 0}, SERVER_DEFAULTS, call.environ)
     plan = plan_server(serving, model, f"chat-{os.getpid()}")
     call.ui.note(f"starting {plan.server.served_name} for this talk", "quiet")
-    places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
-    server = dataclasses.replace(plan.server, port=0)
-    limit_s = server.ready_timeout_s
-    state = launcher.start(
-        plan.engine, plan.hicache, server, name=plan.name, on_event=lambda event: None, ready_timeout_s=limit_s, owned=True, **places
-    )
+    state = launcher.start(plan, lambda event: None, owned=True)
     failed = False
     try:
         yield state.base_url

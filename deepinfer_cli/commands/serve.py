@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deepinfer_cli import complete
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.options import command
-from engine.config import EngineConfig
-from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
 from hicache.replay import check_replay
-from server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from server.plan import ServerPlan
 
 # Where a server differs from the offline engine: arrivals matter more than batch size, and the host cache needs truncation.
 SERVER_DEFAULTS = {"engine.prefill_any_interval": 2, "engine.yoco_mode": "compact", "engine.yoco_keep_tokens": 140}
@@ -35,19 +34,10 @@ Name = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything the launcher needs."""
-
-    engine: EngineConfig
-    hicache: HiCacheConfig
-    server: ServerConfig
-    name: str
-
-
-def plan_server(call: Invocation, model: str | None, name: str | None) -> Plan:
+def plan_server(call: Invocation, model: str | None, name: str | None) -> ServerPlan:
     """Resolve the model and check what no single section can. Raises: ConfigError."""
     from deepinfer_cli.models import resolve_model
+    from server.plan import ServerPlan
 
     settings = call.settings
     if settings.engine.yoco_mode == "off" and settings.hicache.enabled:
@@ -63,7 +53,7 @@ def plan_server(call: Invocation, model: str | None, name: str | None) -> Plan:
     if server.debug_faults and not call.resolved.given("hicache.audit"):
         # Whoever damages pages on purpose wants each of them found, not a sample.
         hicache = dataclasses.replace(hicache, audit="full")
-    return Plan(engine, hicache, server, name or server.served_name)
+    return ServerPlan(engine, hicache, server, name or server.served_name, call.paths.state, call.paths.runtime)
 
 
 def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
@@ -78,16 +68,13 @@ def _serve(call: Invocation, model: Model = None, name: Name = None) -> int:
 
     Next: dix chat, dix check-cache, dix bench run smoke
     """
-    plan = plan_server(call, model, name)
     from deepinfer_cli.narrator import Narrator
     from server import launcher
     from server.hosts import hosts_from
 
-    places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
-    hosts = hosts_from(os.environ)
-    ranks = plan.engine.dp if hosts is None else hosts.local_ranks(plan.engine.dp)
-    with Narrator(call, ranks) as narrator:
-        return launcher.serve(plan.engine, plan.hicache, plan.server, name=plan.name, on_event=narrator, hosts=hosts, **places)
+    plan = dataclasses.replace(plan_server(call, model, name), hosts=hosts_from(os.environ))
+    with Narrator(call, plan.local_ranks) as narrator:
+        return launcher.serve(plan, narrator)
 
 
 serve = command(_serve, sections=SECTIONS, defaults=SERVER_DEFAULTS, leave_out=LEAVE_OUT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
 
 from deepinfer_cli.commands.serve import LEAVE_OUT, SECTIONS, SERVER_DEFAULTS, Model, Name, plan_server
 from deepinfer_cli.exit_codes import ExitCode
@@ -25,10 +24,8 @@ def _start(call: Invocation, model: Model = None, name: Name = None) -> int:
     from server import launcher
 
     started_s = time.monotonic()
-    places: dict[str, Any] = {"state_dir": call.paths.state, "runtime_dir": call.paths.runtime}
-    limit_s = plan.server.ready_timeout_s
-    with Narrator(call, plan.engine.dp) as narrator:
-        state = launcher.start(plan.engine, plan.hicache, plan.server, name=plan.name, on_event=narrator, ready_timeout_s=limit_s, **places)
+    with Narrator(call, plan.local_ranks) as narrator:
+        state = launcher.start(plan, narrator)
     if call.json:
         call.ui.document("dix.server/1", {**dataclasses.asdict(state), "url": state.base_url})
         return ExitCode.OK

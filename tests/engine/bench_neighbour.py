@@ -115,13 +115,13 @@ def server(model):
     from hicache.config import HiCacheConfig
     from server import launcher
     from server.config import ServerConfig
+    from server.plan import ServerPlan
 
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
-        state = launcher.start(
-            EngineConfig(model=model), HiCacheConfig(size_gb=0), ServerConfig(port=0, served_name="tiny"), name="neighbour",
-            state_dir=base, runtime_dir=base / "run", on_event=lambda _event: None, ready_timeout_s=300,
-        )  # fmt: skip
+        config = ServerConfig(port=0, served_name="tiny", ready_timeout_s=300)
+        plan = ServerPlan(EngineConfig(model=model), HiCacheConfig(size_gb=0), config, "neighbour", base, base / "run")
+        state = launcher.start(plan, lambda _event: None)
         try:
             yield state.port
         finally:

@@ -35,11 +35,13 @@ from deepinfer_cli.servers import find_url
 from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
 from hicache.errors import REMEDIES, machine_error
-from server import launcher
+from server import background, launcher
 from server.config import ServerConfig
 from server.errors import ConfigError, MachineError, ServerUnreachable
 from server.launch import MAX_SOCKET_PATH, Launch, load_launch, recorded_grace_s
 from server.logs import LogFile
+from server.plan import ServerPlan
+from server.start_checks import check_memory
 from server.state import ServerState, clean_leftovers, host_boot_id, list_servers, read_state, record_self, server_dir, write_state
 from tests.cli.fake_server import serving
 from tests.e2e.terminal import Terminal
@@ -63,7 +65,7 @@ def running_state(**changes: Any) -> ServerState:
 
 def make_launch(directory: Path, runtime_dir: Path | None = None, name: str = "s") -> Launch:
     engine = EngineConfig(model="m", device="cpu")
-    return launcher.make_launch(engine, HiCacheConfig(), ServerConfig(), name, directory, runtime_dir or directory / "run")
+    return ServerPlan(engine, HiCacheConfig(), ServerConfig(), name, directory, runtime_dir or directory / "run").launch()
 
 
 # ---- terminals and streams
@@ -107,10 +109,10 @@ def test_what_the_system_refuses_is_a_machine_error_with_the_file_and_a_remedy(n
 def test_more_ranks_than_the_memory_can_hold_are_refused_before_any_starts() -> None:
     """A slip in --dp started a thousand processes of a few hundred megabytes each."""
     with pytest.raises(MachineError, match=r"engine\.dp is 1,000") as caught:
-        launcher._check_memory(1000, 20 * 2**30)
+        check_memory(1000, 20 * 2**30)
     assert caught.value.hint == "--dp 80 or less"
-    launcher._check_memory(8, 20 * 2**30)
-    launcher._check_memory(1, 2**20)  # one rank is what the system decides about
+    check_memory(8, 20 * 2**30)
+    check_memory(1, 2**20)  # one rank is what the system decides about
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "模" * 100])
@@ -211,7 +213,7 @@ def test_spaces_unicode_and_symbolic_links_in_the_home_are_only_names(tmp_path: 
     real.mkdir()
     try:
         paths = paths_from({"DIX_HOME": str(home)})
-        launch = launcher.make_launch(EngineConfig(model="m"), HiCacheConfig(), ServerConfig(), "a b/ü", paths.state, Path(real) / "run")
+        launch = make_launch(paths.state, Path(real) / "run", "a b/ü")
         launch.prepare()
         socket.socket(socket.AF_UNIX).bind(str(launch.socket_path))
         assert load_launch(Path(launch.server_dir) / "launch.json") == launch
@@ -280,16 +282,16 @@ def test_ten_thousand_files_that_are_not_ours_in_state_and_runs_change_nothing(t
 
 def test_a_start_that_comes_second_touches_nothing_of_the_first(tmp_path: Path) -> None:
     """The first one's supervisor may not have written its state yet."""
-    launch = make_launch(tmp_path)
+    plan = ServerPlan(EngineConfig(model="m", device="cpu"), HiCacheConfig(), ServerConfig(), "s", tmp_path, tmp_path / "run")
+    launch = plan.launch()
     lock = launcher.take_lock(launch)
-    events = Path(launch.server_dir) / launcher.EVENTS_NAME
+    events = Path(launch.server_dir) / background.EVENTS_NAME
     events.write_text('{"event": "bound"}\n')
     before = sorted(path.name for path in events.parent.iterdir())
-    places: dict[str, Any] = {"name": "s", "state_dir": tmp_path, "runtime_dir": tmp_path / "run", "on_event": print}
     with pytest.raises(ConfigError, match="running already"):
-        launcher.start(launch.engine, launch.hicache, launch.server, **places)
+        launcher.start(plan, print)
     with pytest.raises(ConfigError, match="running already"):
-        launcher.serve(launch.engine, launch.hicache, launch.server, **places)
+        launcher.serve(plan, print)
     assert sorted(path.name for path in events.parent.iterdir()) == before
     assert events.read_text() == '{"event": "bound"}\n'
     lock.release()
@@ -301,7 +303,7 @@ def test_an_interrupt_in_the_middle_of_a_spawn_waits_for_its_end() -> None:
     steps = []
 
     def spawn() -> None:
-        with launcher._interrupts_later():
+        with background.interrupts_later():
             signal.raise_signal(signal.SIGINT)
             steps.append("spawned")
 

@@ -184,14 +184,14 @@ from engine.config import EngineConfig
 from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
+from server.errors import ConfigError
+from server.plan import ServerPlan
 base = Path(sys.argv[1])
 try:
-    launcher.start(
-        EngineConfig(model=str(base / "model"), dp=2), HiCacheConfig(size_gb=0), ServerConfig(port=0), name="fake", state_dir=base,
-        runtime_dir=base / "run", on_event=lambda event: print(event["event"], flush=True), engine_factory=sys.argv[2], ready_timeout_s=60,
-        owned="owned" in sys.argv,
-    )
-except launcher.ConfigError as error:
+    engine, config = EngineConfig(model=str(base / "model"), dp=2), ServerConfig(port=0, ready_timeout_s=60)
+    plan = ServerPlan(engine, HiCacheConfig(size_gb=0), config, "fake", base, base / "run", engine_factory=sys.argv[2])
+    launcher.start(plan, lambda event: print(event["event"], flush=True), owned="owned" in sys.argv)
+except ConfigError as error:
     print("refused:", error, flush=True)
 if "owned" in sys.argv:
     sys.stdin.read()

@@ -28,6 +28,7 @@ from engine.request import Request, SamplingParams
 from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
+from server.plan import ServerPlan
 from server.state import ServerState
 
 PROMPT_TOKENS = 64
@@ -101,11 +102,9 @@ class Served:
 
     def __init__(self, config: EngineConfig, base: Path) -> None:
         self._base = base
-        server = ServerConfig(port=0, max_queue=256)
-        self.state: ServerState = launcher.start(
-            config, HiCacheConfig(size_gb=0), server, name="bench", state_dir=base, runtime_dir=base / "run", on_event=lambda _event: None,
-            ready_timeout_s=120,
-        )  # fmt: skip
+        server = ServerConfig(port=0, max_queue=256, ready_timeout_s=120)
+        plan = ServerPlan(config, HiCacheConfig(size_gb=0), server, "bench", base, base / "run")
+        self.state: ServerState = launcher.start(plan, lambda _event: None)
 
     def round(self, streams: int, tokens: int, first: int) -> Sample:
         before = self._cpu()

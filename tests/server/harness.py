@@ -20,6 +20,7 @@ from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
+from server.plan import ServerPlan
 from server.state import ServerState, read_state, server_dir
 from tests.server.fake_engine import KEPT_FILE, SCRIPT_FILE
 
@@ -95,19 +96,11 @@ def start_fake(dp: int = 1, isolation: str = "none", hicache_size_gb: float = 0,
     model = write_model_dir(base / "model")
     os.environ["PYTHONPATH"] = str(ROOT)
     events: list[dict[str, Any]] = []
-    options = {"port": 0, "debug_faults": True, "rank_header": True, "render_route": True, **server}
+    options = {"port": 0, "ready_timeout_s": 40.0, "debug_faults": True, "rank_header": True, "render_route": True, **server}
     try:
-        state = launcher.start(
-            EngineConfig(model=str(model), dp=dp),
-            HiCacheConfig(size_gb=hicache_size_gb, isolation=isolation),
-            ServerConfig(**options),
-            name=NAME,
-            state_dir=base,
-            runtime_dir=base / "run",
-            on_event=events.append,
-            ready_timeout_s=40,
-            engine_factory=FACTORY,
-        )
+        engine, hicache = EngineConfig(model=str(model), dp=dp), HiCacheConfig(size_gb=hicache_size_gb, isolation=isolation)
+        plan = ServerPlan(engine, hicache, ServerConfig(**options), NAME, base, base / "run", engine_factory=FACTORY)
+        state = launcher.start(plan, events.append)
     except BaseException:
         shutil.rmtree(base, ignore_errors=True)
         raise

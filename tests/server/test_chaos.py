@@ -21,6 +21,7 @@ from engine.models.tiny import ensure_tiny
 from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
+from server.plan import ServerPlan
 from server.state import ServerState, list_servers
 from tests.server.harness import NAME, FakeServer, alive, eventually, finish, group_pids, start_fake
 from tests.server.test_lifecycle import OpenRequest, open_requests, pid_of, wait_ready
@@ -143,10 +144,9 @@ def test_embedded_model_comes_back_with_empty_queues_and_its_whole_cache(tmp_pat
     """Three rounds on real engines: after each, no sequence, block or frame is held by a request that is gone."""
     base = Path(tempfile.mkdtemp(prefix="dxt-", dir="/tmp"))
     random_ = random.Random(1)
-    state = launcher.start(
-        EngineConfig(model=str(ensure_tiny(tmp_path)), dp=2, yoco_mode="compact", yoco_keep_tokens=140), HiCacheConfig(),
-        ServerConfig(port=0), name=NAME, state_dir=base, runtime_dir=base / "run", on_event=lambda _event: None, ready_timeout_s=120,
-    )  # fmt: skip
+    engine = EngineConfig(model=str(ensure_tiny(tmp_path)), dp=2, yoco_mode="compact", yoco_keep_tokens=140)
+    server_config = ServerConfig(port=0, ready_timeout_s=120)
+    state = launcher.start(ServerPlan(engine, HiCacheConfig(), server_config, NAME, base, base / "run"), lambda _event: None)
     try:
         server = FakeServer(base, state, tokenizer=None, events=[])  # type: ignore[arg-type]
         capacity = [rank["kv"]["tokens_total"] for rank in server.metrics()["ranks"]]

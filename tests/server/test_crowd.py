@@ -20,6 +20,7 @@ from engine.models.tiny import ensure_tiny
 from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
+from server.plan import ServerPlan
 from server.turns import Turns
 from tests.server.harness import NAME, FakeServer, eventually, finish, group_pids, start_fake
 
@@ -72,11 +73,9 @@ def settled(server: FakeServer) -> None:
 async def test_five_hundred_streams_on_the_embedded_model_lose_none(tmp_path: Path) -> None:
     base = Path(tempfile.mkdtemp(prefix="dxt-", dir="/tmp"))
     try:
-        state = launcher.start(
-            EngineConfig(model=str(ensure_tiny(tmp_path)), max_num_seqs=16, prefill_any_interval=2), HiCacheConfig(size_gb=0),
-            ServerConfig(port=0, max_queue=STREAMS), name=NAME, state_dir=base, runtime_dir=base / "run", on_event=lambda _event: None,
-            ready_timeout_s=120,
-        )  # fmt: skip
+        engine = EngineConfig(model=str(ensure_tiny(tmp_path)), max_num_seqs=16, prefill_any_interval=2)
+        server = ServerConfig(port=0, max_queue=STREAMS, ready_timeout_s=120)
+        state = launcher.start(ServerPlan(engine, HiCacheConfig(size_gb=0), server, NAME, base, base / "run"), lambda _event: None)
         body = httpx.Request("POST", "http://x", json={**BODY, "max_tokens": 8, "ignore_eos": True}).content
         answers = Counter(await asyncio.gather(*(stream(state.port, body) for _ in range(STREAMS))))
         assert answers == {(200, True): STREAMS}

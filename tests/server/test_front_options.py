@@ -11,11 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server import launcher
 from server.config import ServerConfig
 from server.errors import ConfigError
-from server.launcher import _check_exposure
 from server.prometheus import Rate
+from server.start_checks import check_exposure, read_keys
 from tests.server.harness import FakeServer, finish, start_fake
 
 USER = [{"role": "user", "content": "x"}]
@@ -126,14 +125,14 @@ def test_document_describes_exactly_the_routes_that_exist(client: httpx.Client) 
 
 def test_required_key_and_unknown_metric_names_are_refused_at_start(tmp_path: Path) -> None:
     events: list[dict[str, object]] = []
-    _check_exposure(ServerConfig(host="0.0.0.0"), [], events.append)
+    check_exposure(ServerConfig(host="0.0.0.0"), [], events.append)
     assert events[0]["event"] == "warning"
     with pytest.raises(ConfigError, match="no API key"):
-        _check_exposure(ServerConfig(host="0.0.0.0", require_key=True), [], events.append)
-    _check_exposure(ServerConfig(host="0.0.0.0", require_key=True), ["key"], events.append)
+        check_exposure(ServerConfig(host="0.0.0.0", require_key=True), [], events.append)
+    check_exposure(ServerConfig(host="0.0.0.0", require_key=True), ["key"], events.append)
     with pytest.raises(ConfigError, match="metrics_compat"):
         ServerConfig(metrics_compat="vllm,other")
-    assert launcher.read_keys("") == []
+    assert read_keys("") == []
 
 
 def test_the_page_of_the_interface_needs_no_other_host(client: httpx.Client) -> None:

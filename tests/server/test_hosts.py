@@ -7,7 +7,7 @@ from hicache.config import HiCacheConfig
 from server.config import ServerConfig
 from server.errors import ConfigError
 from server.hosts import Hosts, hosts_from
-from server.launcher import make_launch
+from server.plan import ServerPlan
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -37,14 +37,16 @@ def test_what_cannot_work_is_refused(change, message):
         hosts_from({**TORCHRUN, **change})
 
 
+def plan(dp, directory, hosts):
+    return ServerPlan(EngineConfig(model="m", dp=dp), HiCacheConfig(), ServerConfig(), "tiny", directory, directory, hosts=hosts)
+
+
 def test_ranks_are_shared_out_and_numbered_over_all_hosts(tmp_path):
-    launch = make_launch(
-        EngineConfig(model="m", dp=4), HiCacheConfig(), ServerConfig(), "tiny", tmp_path, tmp_path, hosts=Hosts(1, 2, "10.1.1.1", 29401)
-    )
+    launch = plan(4, tmp_path, Hosts(1, 2, "10.1.1.1", 29401)).launch()
     assert (launch.name, launch.local_ranks) == ("tiny-host1", 2)
     assert [launch.group_rank(rank) for rank in range(2)] == [2, 3]
 
 
 def test_ranks_that_do_not_divide_over_the_hosts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"engine.dp is 3 on 2 hosts"):
-        make_launch(EngineConfig(model="m", dp=3), HiCacheConfig(), ServerConfig(), "tiny", tmp_path, tmp_path, hosts=Hosts(0, 2, "a", 1))
+        plan(3, tmp_path, Hosts(0, 2, "a", 1)).launch()

@@ -233,12 +233,12 @@ def restart(server: FakeServer, port: int = 0, name: str = NAME) -> ServerState:
     from engine.config import EngineConfig
     from hicache.config import HiCacheConfig
     from server.config import ServerConfig
+    from server.plan import ServerPlan
     from tests.server.harness import FACTORY
 
-    return launcher.start(
-        EngineConfig(model=str(server.base / "model")), HiCacheConfig(size_gb=0), ServerConfig(port=port), name=name, state_dir=server.base,
-        runtime_dir=server.base / "run", on_event=server.events.append, ready_timeout_s=30, engine_factory=FACTORY,
-    )  # fmt: skip
+    engine, config = EngineConfig(model=str(server.base / "model")), ServerConfig(port=port, ready_timeout_s=30)
+    places = name, server.base, server.base / "run"
+    return launcher.start(ServerPlan(engine, HiCacheConfig(size_gb=0), config, *places, engine_factory=FACTORY), server.events.append)
 
 
 def test_taken_port_and_taken_name_are_refused_with_their_owner(fake: FakeServer) -> None:

@@ -19,11 +19,11 @@ from server.errors import BadRequest, Unavailable
 from server.fields import Fields
 from server.heartbeat import PROCESS_DEAD_S, HeartbeatFile
 from server.json_body import decode
-from server.launcher import read_keys
 from server.logs import tail
 from server.rank import ProgressReport, RankLoop, subtract_totals
 from server.restart_policy import RestartPolicy
 from server.schemas import Bounds, parse_common
+from server.start_checks import read_keys
 from server.state import server_dir
 from server.tickets import Mailbox
 from server.totals import added, counters_only, empty_record, merged
