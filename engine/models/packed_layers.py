@@ -15,7 +15,7 @@ from engine.models.numerics import BlockLinear, Linear, Numerics, WideLinear
 from engine.models.probe import Probe
 from engine.ops.expert_logits import expert_logits
 from engine.ops.packed_experts import PackedExperts, packed_experts
-from engine.ops.packed_linear import packed_linear
+from engine.ops.packed_linear import OrderedWeights, order_weights, packed_linear
 from engine.ops.packed_weights import Format, PackedWeights, pack_gate_up
 from engine.ops.q8 import q8
 from engine.ops.routed_experts import routed_experts, shared_expert
@@ -30,11 +30,14 @@ FEW_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """x [T, G * C] -> [T, G * A], group by group. packed: FP8 for few rows. dense: bf16 [G, A, C] for many, None where FP8 serves all."""
+    """x [T, G * C] -> [T, G * A], group by group. packed: FP8 for few rows. dense: bf16 [G, A, C] for many, None in batch-invariant mode.
+    ordered: what serves many rows there, None where FP8 serves all.
+    """
 
     packed: PackedWeights
     dense: BlockLinear | None
     quantize_input: bool = False
+    ordered: OrderedWeights | None = None
 
     @staticmethod
     def of(values: Tensor, scale: Tensor, groups: int, quantize_input: bool, numerics: Numerics) -> PackedLinear:
@@ -42,15 +45,16 @@ class PackedLinear:
         packed = PackedWeights.empty(Format.FP8, groups, len(values) // groups, values.shape[1], values.device)
         for group, parts in enumerate(zip(values.chunk(groups), scale.chunk(groups), strict=True)):
             packed.fill(group, *parts)
+        dense = decode_fp8_blocks(values, scale, numerics.dtype).unflatten(0, (groups, -1))
         if numerics.invariant:
-            return PackedLinear(packed, None, quantize_input)
-        return PackedLinear(
-            packed, BlockLinear(decode_fp8_blocks(values, scale, numerics.dtype).unflatten(0, (groups, -1))), quantize_input
-        )
+            return PackedLinear(packed, None, quantize_input, order_weights(packed, dense))
+        return PackedLinear(packed, BlockLinear(dense), quantize_input)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = q8(x) if self.quantize_input else x
-        return packed_linear(x, self.packed) if self.dense is None or len(x) <= FEW_ROWS else self.dense(x)
+        if self.dense is None or len(x) <= FEW_ROWS:
+            return packed_linear(x, self.packed, self.ordered)
+        return self.dense(x)
 
 
 AnyLinear = Linear | PackedLinear

@@ -18,7 +18,8 @@ from engine.ops.compress_entries import IndexKeys, IndexPlaces, PairSource
 from engine.ops.hyper_boundary import Mixer, Written
 from engine.ops.index_search import IndexQuery, PagedIndexKeys
 from engine.ops.packed_experts import PackedExperts
-from engine.ops.packed_weights import PackedWeights, pack_fp8
+from engine.ops.packed_linear import order_weights
+from engine.ops.packed_weights import PackedWeights, pack_fp8, unpack
 from engine.ops.rope import rotation
 from engine.ops.row_attention import PackedKeys
 from engine.ops.sample_rows import Draws
@@ -205,7 +206,11 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "index_scores": lambda: [scores(dtype) for dtype in (BF16, F32)],
     "index_search": lambda: [search(4, 0), search(16, 6), search(20, 0)],
     "packed_experts": lambda: [per_row(randn(POOL, 64).bfloat16(), *choices(3, 2), more=(experts(), 2.0, False))],
-    "packed_linear": lambda: [per_row(randn(POOL, 160).bfloat16(), more=(packed_matrix(),))],
+    "packed_linear": lambda: [
+        per_row(randn(POOL, 160).bfloat16(), more=(weights, ordered))
+        for weights in [packed_matrix()]
+        for ordered in (None, order_weights(weights, unpack(weights, 0, BF16)[None]))
+    ],
     "pack_entry_rows": lambda: [per_row(randn(POOL, 64))],
     "pack_index_rows": lambda: [per_row(randn(POOL, 64))],
     "pack_window_rows": lambda: [per_row(randn(POOL, 64))],

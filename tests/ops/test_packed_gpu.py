@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from engine.draws import FIXED_ONE
+from engine.ops.cuda import packed_linear
 from engine.ops.cuda.packed_gemm import MANY, Epilogue, Shape, dense, machine, padded
 from engine.ops.packed_experts import PACKED_EXPERTS
 from engine.ops.packed_linear import PACKED_LINEAR
-from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8
+from engine.ops.packed_weights import Format, PackedWeights, pack_fp4, pack_fp8, unpack
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
 from engine.ops.weight_formats import encode_fp4_rows, encode_fp8_blocks
 from tests.ops.random_experts import random_experts
@@ -127,3 +128,24 @@ def test_products_by_warpgroups_have_the_bits_of_products_by_warps(format, colum
         for slices in (4, 8) if format is Format.FP8 else ():
             wanted = product(Shape(4, slices))
             assert torch.equal(product(Shape(MANY, slices, warpgroups=True)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "columns"), [(1, 1792, 5120), (1, 8192, 1280), (8, 1024, 4096), (1, 5120, 8192), (1, 640, 2304), (2, 96, 160)]
+)
+def test_ordered_weights_give_the_bits_of_packed_ones(groups, rows, columns):
+    """Of few rows too. Columns that cancel leave what was rounded."""
+    weights = PackedWeights.empty(Format.FP8, groups, rows, columns, "cuda")
+    for group in range(groups):
+        half = torch.randn(rows, columns // 2, device="cuda")
+        weights.fill(group, *encode_fp8_blocks(torch.cat((half, -half), 1)))
+    ordered = packed_linear.order(weights, torch.stack([unpack(weights, group, torch.bfloat16) for group in range(groups)]))
+    assert ordered is not None
+    half = torch.randn(700, groups, columns // 2, device="cuda")
+    for x in (torch.cat((half, half), 2), torch.randn(700, groups, columns, device="cuda")):
+        x = x.flatten(1).bfloat16()
+        few = torch.cat([packed_linear.launch_invariant(part, weights) for part in x[:64].split(32)])
+        for count in (33, 64, 65, 200, 700):
+            got = packed_linear.launch_invariant(x[:count], weights, ordered)
+            assert torch.equal(got[:64], few[:count]), f"{count} rows: {(got[:64] != few[:count]).float().mean():.2%} of the sums differ"
+            assert torch.equal(got, packed_linear.launch_invariant(x[:count], weights))

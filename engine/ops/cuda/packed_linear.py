@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.ops.cuda.library import Kernels
 from engine.ops.cuda.packed_gemm import MANY, MOST_TILES, TILE_TOKENS, Epilogue, Shape, dense, fixed_shape, machine, padded, tiles_of
-from engine.ops.packed_weights import PackedWeights
+from engine.ops.packed_linear import OrderedWeights
+from engine.ops.packed_weights import Format, PackedWeights
+
+# Up to so many rows packed weights are quicker than ordered ones.
+_FEW_ROWS = 32
 
 
-def launch(x: Tensor, weights: PackedWeights) -> Tensor:
+def launch(x: Tensor, weights: PackedWeights, ordered: OrderedWeights | None = None) -> Tensor:
     """The op `packed_linear` on the current CUDA device."""
     return run_linear(*machine(x.device), x, weights)
 
 
-def launch_invariant(x: Tensor, weights: PackedWeights) -> Tensor:
-    """`launch` with one order of every sum."""
-    return run_linear(*machine(x.device), x, weights, fixed=True)
+def launch_invariant(x: Tensor, weights: PackedWeights, ordered: OrderedWeights | None = None) -> Tensor:
+    """`launch` with one order of every sum: of few rows by the packed weights, of many by the ordered ones where there are."""
+    if ordered is None or len(x) <= _FEW_ROWS:
+        return run_linear(*machine(x.device), x, weights, fixed=True)
+    from engine.ops.triton.ordered_linear import division, ordered_linear
+    from engine.ops.triton.product_order import in_order
+
+    some = in_order(padded(x, weights), weights.format, weights.groups, ordered.slices)
+    return ordered_linear(some, ordered.values, ordered.slices, weights.format.block_columns, division(len(x), ordered.slices))
+
+
+def order(weights: PackedWeights, values: Tensor) -> OrderedWeights | None:
+    """The op's `order_weights`: for machines with products by warpgroups, whose bits are those of products by warps."""
+    run, _ = machine(values.device)
+    if run.groups is None or weights.format is not Format.FP8:
+        return None
+    from engine.ops.triton.product_order import in_order
+
+    slices = fixed_shape(run, 1, weights, slices_of(weights, run.num_processors)).slices
+    whole = torch.nn.functional.pad(values, (0, weights.padded_columns - weights.columns))
+    return OrderedWeights(in_order(whole.flatten(0, 1), weights.format, 1, slices).view_as(whole), slices)
 
 
 def run_linear(run: Kernels, stream: int, x: Tensor, weights: PackedWeights, fixed: bool = False) -> Tensor:
