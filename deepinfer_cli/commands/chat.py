@@ -98,7 +98,7 @@ def _chat(
     """Talk to a model. Piped text is sent as one message.
 
       dix chat tiny                        starts the embedded model for this talk
-      dix chat --once "Name three rivers."
+      dix chat --once "Tell me a joke."
       git diff | dix chat --system "Review this."
 
     Next: dix check-cache, dix bench run smoke

@@ -29,17 +29,17 @@ def _generate(
 ) -> int:
     """Generate text offline, without a server.
 
-      dix generate "The river" "The bridge"
-      dix generate --chat "Name three rivers." --max-tokens 64
+      dix generate --chat "Tell me a joke." "Count to five."
+      dix generate "The capital of France is" --max-tokens 16
       cat prompts.txt | dix generate --json
 
     Next: dix serve
     """
     texts = list(prompts or ()) or ([line.rstrip("\n") for line in sys.stdin if line.strip()] if stdin_is_piped() else [])
     if not texts:
-        raise ConfigError("there is no prompt", hint='dix generate "The river", or one prompt per line on stdin')
+        raise ConfigError("there is no prompt", hint='dix generate --chat "Tell me a joke.", or one prompt per line on stdin')
     if "" in texts:
-        raise ConfigError(f"prompt {texts.index('') + 1} of {len(texts)} is empty", hint='dix generate "The river"')
+        raise ConfigError(f"prompt {texts.index('') + 1} of {len(texts)} is empty", hint='dix generate --chat "Tell me a joke."')
     from deepinfer_cli.models import resolve_model
 
     directory, name = resolve_model(call, model)
