@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,6 @@ from engine.models.draft import DraftSlice
 RECENT_STEPS = 15  # steps of a kind that say what it takes beyond the curve
 RECENT_DRAFTS = 9
 FORGET_PLAIN = 256  # verify steps in a row after which nobody knows what a plain one takes
-SAMPLER_TIMES = 9
-LEAST_SAMPLER_TIMES = 5
 LEAST_S = 1e-9  # no step takes less, whatever noise says
 REPEATS = 5  # timed runs of one point, of which the fastest and the slowest are dropped
 MEASURE_S = 0.5  # start-up time for a curve, which clients wait for; points that do not fit are extrapolated
@@ -81,14 +79,15 @@ def _median(values: Collection[float]) -> float:
 class CostModel:
     """Seconds of the steps that a length policy chooses between, for n sequences with k drafts in all:
 
-        plain(n)     = curve(n)     + a * n         + sampler(n)
-        verify(n, k) = curve(n + k) + a * n + b * k + sampler(n)
+        plain(n)     = curve(n)     + a * n
+        verify(n, k) = curve(n + k) + a * n + b * k
         draft(n)     = drafts(n) * c
 
-    The curves are measured at start-up, on empty contexts and with nothing in between; a, b and c are medians over the last steps of their
-    own kind. A sequence costs `a`, mostly for reading its context, which all its rows share, and a draft less. With one slope over all rows
-    plain steps look cheaper than they are and verify steps dearer, and since only steps that are taken correct it, it stays so. A kind that
-    has not been taken for long is believed to be cheap: it is tried again.
+    The curves are measured at start-up, on empty contexts, with nothing in between and without sampling; a, b and c are medians over the
+    last steps of their own kind. A sequence costs `a`, mostly for reading its context, which all its rows share, and a draft less; where
+    tokens are drawn, both cost that as well. With one slope over all rows, or one sampling time for all steps, one of the two kinds looks
+    cheaper than it is and the other dearer, and since only steps that are taken correct it, it stays so. A kind that has not been taken
+    for long is believed to be cheap: it is tried again.
 
     It is asked and told about every step, so everything here is a few operations on Python's own numbers: on a small model a handful of
     calls of numpy takes as long as half a layer.
@@ -102,30 +101,21 @@ class CostModel:
         self._since_plain = 0  # verify steps
         self._shares: tuple[float, float] | None = None  # None: to be found anew
         self._draft_factor, self._draft_ratio = 1.0, RecentMedian(RECENT_DRAFTS)
-        self._sampler: dict[int, RecentMedian] = defaultdict(lambda: RecentMedian(SAMPLER_TIMES))
         self._curve: list[float] = []  # seconds by rows, as far as anybody has asked
 
     def plain_s(self, num_seqs: int) -> float:
         """Seconds of a step that verifies nothing."""
         per_seq_s, _ = self.shares
-        return max(self._seconds(num_seqs)[num_seqs] + per_seq_s * num_seqs + self.sampler_s(num_seqs), LEAST_S)
+        return max(self._seconds(num_seqs)[num_seqs] + per_seq_s * num_seqs, LEAST_S)
 
     def verify_s(self, num_seqs: int, most: int) -> list[float]:
         """Seconds of steps that verify 1, 2, ..., `most` drafts in all."""
         curve, (per_seq_s, per_draft_s) = self._seconds(num_seqs + most), self.shares
-        fixed_s = per_seq_s * num_seqs + self.sampler_s(num_seqs)
+        fixed_s = per_seq_s * num_seqs
         return [max(curve[num_seqs + count] + fixed_s + per_draft_s * count, LEAST_S) for count in range(1, most + 1)]
 
     def draft_s(self, num_seqs: int) -> float:
         return self._drafts(num_seqs) * self._draft_factor
-
-    def sampler_s(self, num_seqs: int) -> float:
-        """Median of the last samplings of so many sequences, else of all, else 0."""
-        own = self._sampler[num_seqs]
-        if own.median is not None and len(own.values) >= LEAST_SAMPLER_TIMES:
-            return own.median
-        times = [second for some in self._sampler.values() for second in some.values]
-        return _median(times) if len(times) >= LEAST_SAMPLER_TIMES else 0.0
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -139,11 +129,10 @@ class CostModel:
             self._shares = per_seq_s, per_draft_s
         return self._shares
 
-    def observe(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
-        """A step that was taken."""
-        self._sampler[num_seqs].add(sampler_s)
+    def observe(self, rows: int, num_seqs: int, seconds: float) -> None:
+        """A step that was taken: its forward pass and the sampling."""
         self._shares = None
-        beyond_s = forward_s - self._seconds(rows)[rows]
+        beyond_s = seconds - self._seconds(rows)[rows]
         if rows == num_seqs:
             self._since_plain = 0
             self._per_seq.add(beyond_s / num_seqs)
@@ -275,13 +264,13 @@ class StepWatch:
         """The sampling begins."""
         self._mark(2)
 
-    def stop(self) -> tuple[float, float]:
-        """Seconds of the forward and of the sampling. Call it when the sampled tokens are on the host: the events are over then."""
+    def stop(self) -> float:
+        """Seconds of both parts. Call it when the sampled tokens are on the host: the events are over then."""
         if not self._events:
-            return self._times[1] - self._times[0], self._timer() - self._times[2]
+            return self._times[1] - self._times[0] + self._timer() - self._times[2]
         self._events[3].record()
         self._events[3].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3, self._events[2].elapsed_time(self._events[3]) / 1e3
+        return (self._events[0].elapsed_time(self._events[1]) + self._events[2].elapsed_time(self._events[3])) / 1e3
 
     def _mark(self, place: int) -> None:
         if self._events:

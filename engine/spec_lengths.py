@@ -58,8 +58,8 @@ class LengthPolicy(Protocol):
     def observe(self, rates: list[list[float]], verified: list[int], accepted: list[int]) -> None:
         """How many drafts of each sequence were verified and kept, and the rates that had been predicted for them."""
 
-    def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
-        """How long the two parts of a step took."""
+    def observe_cost(self, rows: int, num_seqs: int, seconds: float) -> None:
+        """How long a step took, its forward pass and the sampling."""
 
     def observe_draft(self, num_seqs: int, seconds: float) -> None:
         """How long it took to propose, after a budget other than 0."""
@@ -77,7 +77,7 @@ class FixedLength:
     def observe(self, rates: list[list[float]], verified: list[int], accepted: list[int]) -> None:
         return None
 
-    def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
+    def observe_cost(self, rows: int, num_seqs: int, seconds: float) -> None:
         return None
 
     def observe_draft(self, num_seqs: int, seconds: float) -> None:
@@ -191,8 +191,8 @@ class ThroughputLength:
                     expected[place] = expected[place] * _DECAY + rate
                     counts[place] = counts[place] * _DECAY + (place < kept)
 
-    def observe_cost(self, rows: int, num_seqs: int, forward_s: float, sampler_s: float) -> None:
-        self.cost.observe(rows, num_seqs, forward_s, sampler_s)
+    def observe_cost(self, rows: int, num_seqs: int, seconds: float) -> None:
+        self.cost.observe(rows, num_seqs, seconds)
 
     def observe_draft(self, num_seqs: int, seconds: float) -> None:
         # The first draft after a pause fills the windows of all that was decoded meanwhile.

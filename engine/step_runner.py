@@ -90,7 +90,7 @@ class StepRunner:
         else:
             sampled = take_largest(logits) if isinstance(logits, Largest) else self.sampler(logits, step.rows)
         if self.drafter is not None and step.kind is not StepKind.PREFILL:
-            self.drafter.policy.observe_cost(len(logits), len(step.rows), *self._watch.stop())
+            self.drafter.policy.observe_cost(len(logits), len(step.rows), self._watch.stop())
         return sampled
 
     def _propose(self, step: Step, drafter: DrafterLike) -> list[list[int]]:

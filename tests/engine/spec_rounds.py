@@ -17,21 +17,21 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of its steps. A context adds `context_s` per sequence, which all rows of it share, and `row_context_s` per draft; the
-    curves, measured on empty contexts, know neither."""
+    """Seconds of its steps. Contexts and sampling add `more_per_seq_s`, of which rows share what is read, and `more_per_draft_s`: the
+    curves, measured on empty contexts and without sampling, know neither."""
 
-    step_s: float
+    base_s: float
     row_s: float
-    context_s: float
-    row_context_s: float
+    more_per_seq_s: float
+    more_per_draft_s: float
     draft_s: float
     draft_seq_s: float
 
     def curve_s(self, rows: int) -> float:
-        return self.step_s + self.row_s * rows
+        return self.base_s + self.row_s * rows
 
-    def forward_s(self, num_seqs: int, num_drafts: int) -> float:
-        return self.curve_s(num_seqs + num_drafts) + self.context_s * num_seqs + self.row_context_s * num_drafts
+    def step_s(self, num_seqs: int, num_drafts: int) -> float:
+        return self.curve_s(num_seqs + num_drafts) + self.more_per_seq_s * num_seqs + self.more_per_draft_s * num_drafts
 
     def propose_s(self, num_seqs: int) -> float:
         return self.draft_s + self.draft_seq_s * num_seqs
@@ -89,11 +89,11 @@ def tokens_per_second(
             policy.observe_draft(count, draft_s)
             seconds += draft_s
         kept = [min(length, good) for length, good in zip(lengths, right, strict=True)]
-        forward_s = took(machine.forward_s(count, sum(lengths)))
+        step_s = took(machine.step_s(count, sum(lengths)))
         if budget != 0:
             policy.observe([text.rates or [] for text in active], lengths, kept)
-        policy.observe_cost(count + sum(lengths), count, forward_s, 0.0)
-        seconds += forward_s
+        policy.observe_cost(count + sum(lengths), count, step_s)
+        seconds += step_s
         for text, more in zip(active, kept, strict=True):
             tokens += min(text.left, more + 1)
             text.left -= more + 1

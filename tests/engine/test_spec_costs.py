@@ -43,7 +43,7 @@ def test_sequences_and_drafts_add_what_their_own_steps_have_shown():
         return 0.010 + 0.001 * (num_seqs + num_drafts - 1) + 0.004 * num_seqs + 0.0005 * num_drafts
 
     for num_seqs, num_drafts in [(2, 0), (4, 0), (2, 3), (4, 20), (2, 10)]:
-        cost.observe(num_seqs + num_drafts, num_seqs, seconds(num_seqs, num_drafts), 0.0)
+        cost.observe(num_seqs + num_drafts, num_seqs, seconds(num_seqs, num_drafts))
     assert cost.shares == pytest.approx((0.004, 0.0005), rel=1e-2)
     assert cost.plain_s(8) == pytest.approx(seconds(8, 0), rel=1e-2)
     assert cost.verify_s(8, 40) == pytest.approx([seconds(8, count) for count in range(1, 41)], rel=1e-2)
@@ -51,9 +51,9 @@ def test_sequences_and_drafts_add_what_their_own_steps_have_shown():
 
 def test_a_kind_of_step_that_nobody_has_taken_is_believed_to_be_cheap():
     plain, verified = CostModel(FLAT, FREE), CostModel(FLAT, FREE)
-    plain.observe(4, 4, 0.018, 0.0)
+    plain.observe(4, 4, 0.018)
     assert plain.verify_s(4, 20)[-1] == plain.plain_s(4) == pytest.approx(0.018)
-    verified.observe(24, 4, 0.034, 0.0)
+    verified.observe(24, 4, 0.034)
     assert verified.plain_s(4) == pytest.approx(0.014)
     assert verified.verify_s(4, 20)[-1] == pytest.approx(0.034)
 
@@ -63,10 +63,10 @@ def test_a_share_is_the_median_of_the_last_steps():
     for _ in range(300):
         extra = rng.choice([-0.001, 0.001, rng.random()])
         if rng.random() < 0.3:
-            cost.observe(2, 2, 0.010 + extra, 0.0)
+            cost.observe(2, 2, 0.010 + extra)
             plain = [*plain, extra / 2][-RECENT_STEPS:]
         else:
-            cost.observe(8, 2, 0.010 + extra, 0.0)
+            cost.observe(8, 2, 0.010 + extra)
             verified = [*verified, extra][-RECENT_STEPS:]
         if plain and verified:
             per_seq_s = np.median(plain)
@@ -76,32 +76,19 @@ def test_a_share_is_the_median_of_the_last_steps():
 def test_nothing_takes_less_than_no_time():
     cost = CostModel(FLAT, FREE)
     for rows in (1, 6):
-        cost.observe(rows, 1, 0.001, 0.0)
+        cost.observe(rows, 1, 0.001)
     assert cost.plain_s(64) > 0.0
     assert min(cost.verify_s(64, 320)) > 0.0
 
 
 def test_what_plain_steps_took_is_forgotten_when_none_has_been_taken_for_long():
     cost = CostModel(FLAT, FREE)
-    cost.observe(4, 4, 0.090, 0.0)
+    cost.observe(4, 4, 0.090)
     for _ in range(FORGET_PLAIN - 1):
-        cost.observe(24, 4, 0.034, 0.0)
+        cost.observe(24, 4, 0.034)
     assert cost.plain_s(4) == pytest.approx(0.090)
-    cost.observe(24, 4, 0.034, 0.0)
+    cost.observe(24, 4, 0.034)
     assert cost.plain_s(4) == pytest.approx(0.014)
-
-
-def test_sampler_time_is_the_median_of_the_same_number_of_sequences_else_of_all():
-    cost = CostModel(FLAT, FREE)
-    assert cost.sampler_s(3) == 0.0
-    for second in (1.0, 2.0, 3.0, 4.0):
-        cost.observe(3, 3, 0.01, second)
-    assert cost.sampler_s(3) == 0.0
-    cost.observe(3, 3, 0.01, 100.0)
-    assert cost.sampler_s(3) == cost.sampler_s(7) == 3.0
-    for _ in range(9):
-        cost.observe(7, 7, 0.01, 8.0)
-    assert (cost.sampler_s(3), cost.sampler_s(7)) == (3.0, 8.0)
 
 
 def test_drafts_cost_what_the_last_ones_took_over_their_curve():
@@ -117,11 +104,11 @@ def test_drafts_cost_what_the_last_ones_took_over_their_curve():
 
 def test_a_look_anew_at_drafts_forgets_what_verifying_them_took():
     cost = CostModel(FLAT, FREE)
-    cost.observe(4, 4, 0.014, 0.0)
-    cost.observe(24, 4, 0.090, 0.0)
+    cost.observe(4, 4, 0.014)
+    cost.observe(24, 4, 0.090)
     cost.forget_drafts()
     assert cost.verify_s(4, 20)[-1] == pytest.approx(0.014)
-    cost.observe(8, 4, 0.018, 0.0)
+    cost.observe(8, 4, 0.018)
     assert cost.verify_s(4, 20)[-1] == pytest.approx(0.034)
 
 

@@ -14,11 +14,12 @@ class NoDrafts(FixedLength):
 
 
 MACHINES = {
-    "small model, short contexts": Machine(5e-4, 1.3e-4, context_s=1e-5, row_context_s=0.0, draft_s=1e-4, draft_seq_s=2.5e-4),
-    "small model": Machine(5e-4, 1.3e-4, context_s=2e-4, row_context_s=4e-5, draft_s=1e-4, draft_seq_s=4e-4),
-    "long contexts": Machine(5e-4, 1.5e-4, context_s=3e-4, row_context_s=2e-5, draft_s=1e-4, draft_seq_s=4e-4),
-    "rows almost free": Machine(1e-2, 5e-5, context_s=5e-5, row_context_s=2e-5, draft_s=1e-3, draft_seq_s=2e-5),
-    "drafts never pay": Machine(5e-4, 3e-4, context_s=1e-4, row_context_s=1e-4, draft_s=1e-4, draft_seq_s=8e-4),
+    "small model, short contexts": Machine(5e-4, 1.3e-4, more_per_seq_s=1e-5, more_per_draft_s=0.0, draft_s=1e-4, draft_seq_s=2.5e-4),
+    "small model": Machine(5e-4, 1.3e-4, more_per_seq_s=2e-4, more_per_draft_s=4e-5, draft_s=1e-4, draft_seq_s=4e-4),
+    "small model, tokens drawn": Machine(5e-4, 1.3e-4, more_per_seq_s=6e-4, more_per_draft_s=4.4e-4, draft_s=1e-4, draft_seq_s=4e-4),
+    "long contexts": Machine(5e-4, 1.5e-4, more_per_seq_s=3e-4, more_per_draft_s=2e-5, draft_s=1e-4, draft_seq_s=4e-4),
+    "rows almost free": Machine(1e-2, 5e-5, more_per_seq_s=5e-5, more_per_draft_s=2e-5, draft_s=1e-3, draft_seq_s=2e-5),
+    "drafts never pay": Machine(5e-4, 3e-4, more_per_seq_s=1e-4, more_per_draft_s=1e-4, draft_s=1e-4, draft_seq_s=8e-4),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a length policy hears of the steps that are computed: rows, sequences, and seconds of each part by a fake clock."""
+"""What a length policy hears of the steps that are computed: rows, sequences, and seconds by a fake clock."""
 
 import random
 
@@ -23,8 +23,8 @@ class Listener(FixedLength):
         self.asked += 1
         return None if self.asked % 2 else 0
 
-    def observe_cost(self, rows, num_seqs, forward_s, sampler_s):
-        self.steps.append((rows, num_seqs, forward_s, sampler_s))
+    def observe_cost(self, rows, num_seqs, seconds):
+        self.steps.append((rows, num_seqs, seconds))
 
     def observe_draft(self, num_seqs, seconds):
         self.drafts.append((num_seqs, seconds))
@@ -59,18 +59,17 @@ def heard(monkeypatch):
 def test_a_policy_hears_of_every_decode_step_with_its_rows_and_sequences(heard):
     policy, batches = heard
     assert [step[:2] for step in policy.steps] == [(batch.num_tokens, len(batch.slices)) for batch in batches]
-    assert any(rows > num_seqs for rows, num_seqs, _, _ in policy.steps)
-    assert any(rows == num_seqs for rows, num_seqs, _, _ in policy.steps)
+    assert any(rows > num_seqs for rows, num_seqs, _ in policy.steps)
+    assert any(rows == num_seqs for rows, num_seqs, _ in policy.steps)
 
 
-def test_the_forward_pass_of_a_step_is_timed_without_drafts_sampling_and_scheduling(heard):
+def test_a_step_is_timed_with_its_sampling_and_without_drafts_and_scheduling(heard):
     policy, _ = heard
-    for rows, num_seqs, forward_s, sampler_s in policy.steps:
-        assert forward_s == pytest.approx(ROW_S * rows)
-        assert sampler_s == pytest.approx(SAMPLE_S if rows > num_seqs else 0.0)
+    for rows, num_seqs, seconds in policy.steps:
+        assert seconds == pytest.approx(ROW_S * rows + (SAMPLE_S if rows > num_seqs else 0.0))
 
 
 def test_drafts_are_timed_by_themselves_and_only_where_some_were_made(heard):
     policy, _ = heard
-    assert len(policy.drafts) == sum(rows > num_seqs for rows, num_seqs, _, _ in policy.steps)
+    assert len(policy.drafts) == sum(rows > num_seqs for rows, num_seqs, _ in policy.steps)
     assert all(seconds == pytest.approx(DRAFT_S * num_seqs) for num_seqs, seconds in policy.drafts)
