@@ -68,8 +68,8 @@ def _ordered(x: Tensor, plain: Tensor, slices: int, tokens: int) -> dict[str, Ca
 
     few = [Division(64, 128, 64, True, 4, 4), Division(64, 128, 64, True, 4, 5), Division(64, 64, 64, True, 4, 5)]
     some = [Division(128, 128, 64, True, 8, 4), Division(128, 128, 64, False, 8, 4), Division(64, 128, 64, True, 4, 4)]
-    last = Division(128, 256, 64, False, 8, 3) if slices == 1 else Division(128, 64, 64, False, 8, 4)
-    many = [Division(128, 128, 64, False, 8, 4), Division(128, 128, 64, False, 8, 3), last]
+    last = Division(128, 256, 64, False, 8, 4) if slices == 1 else Division(256, 64, 64, False, 8, 4)
+    many = [Division(128, 128, 64, False, 8, 5), Division(128, 128, 64, False, 8, 4), last]
     return {f"ordered {str(d)[8:]}": partial(run, divided=d) for d in (few if tokens <= 64 else some if tokens <= 256 else many)}
 
 

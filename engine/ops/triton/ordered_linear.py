@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.triton.interpreter import INTERPRETED
 
@@ -34,18 +35,19 @@ def division(rows: int, slices: int) -> Division:
         return Division(64, 128, apart=True, warps=4)
     if rows <= 512:
         return Division(128, 128, apart=True)
-    return Division(128, 128) if slices > 1 else Division(128, 256, stages=3)
+    return Division(128, 128) if slices > 1 else Division(128, 256)
 
 
 @triton.jit
 def multiply(
-    x, weight, out, num_rows, outputs, width, x_stride, out_stride, short, longer,
+    x, weight, out, num_rows, outputs, width, out_stride, short, longer,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLS: tl.constexpr, SLICES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """out[row, group, :] = weight[group] x[row, group], or APART out[slice, row, group, :].
 
-    x: [T, G * C], weight: [G, A, C] bf16. short: blocks of columns of a slice, of which the first `longer` ones have one more.
+    x, weight: tiles of [T, G * C] and [G * A, C] bf16, by the copy engine. short: blocks of columns of a slice, of which the first `longer`
+    ones have one more.
     """
     # Eight tiles of rows share each tile of weights while it is in the L2 cache.
     tiles = tl.cdiv(num_rows, ROWS)
@@ -53,28 +55,25 @@ def multiply(
     band = tl.program_id(0) // (8 * of_outputs)
     high = tl.minimum(tiles - band * 8, 8)
     inside = tl.program_id(0) % (8 * of_outputs)
-    row = (band * 8 + inside % high) * ROWS + tl.arange(0, ROWS)
-    output = inside // high * OUTPUTS + tl.arange(0, OUTPUTS)
-    group = tl.program_id(1).to(tl.int64)
-    col = tl.arange(0, COLS)
-    from_x = x + (row % num_rows).to(tl.int64)[:, None] * x_stride + group * width + col[None, :]
-    from_weight = weight + (group * outputs + (output % outputs).to(tl.int64))[None, :] * width + col[:, None]
-    first = tl.program_id(2)
-    from_x += (first * short + tl.minimum(first, longer)) * BLOCK
-    from_weight += (first * short + tl.minimum(first, longer)) * BLOCK
+    first_row = (band * 8 + inside % high) * ROWS
+    first_output = inside // high * OUTPUTS
+    group, first = tl.program_id(1), tl.program_id(2)
+    col = (first * short + tl.minimum(first, longer)) * BLOCK
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for number in range(1 if APART else SLICES):
         steps = tl.where(first + number < longer, short + 1, short) * (BLOCK // COLS)
         sum = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for _ in range(steps):
-            a, b = tl.load(from_x), tl.load(from_weight)
+            a = x.load([first_row, group * width + col])
+            b = weight.load([group * outputs + first_output, col])
             if FAST:
-                sum = tl.dot(a, b, sum)
+                sum = tl.dot(a, b.T, sum)
             else:  # Triton's interpreter would multiply the bits of bf16 numbers
-                sum = tl.dot(a.to(tl.float32), b.to(tl.float32), sum, input_precision="ieee")
-            from_x += COLS
-            from_weight += COLS
+                sum = tl.dot(a.to(tl.float32), b.to(tl.float32).T, sum, input_precision="ieee")
+            col += COLS
         total = sum if APART or SLICES == 1 else total + sum
+    row = first_row + tl.arange(0, ROWS)
+    output = first_output + tl.arange(0, OUTPUTS)
     known = (row < num_rows)[:, None] & (output < outputs)[None, :]
     at = row.to(tl.int64)[:, None] * out_stride + group * outputs + output[None, :]
     if APART:
@@ -101,8 +100,10 @@ def ordered_linear(x: Tensor, weight: Tensor, slices: int, block: int, divided: 
     sums = x.new_empty(slices, num_rows, groups * outputs, dtype=torch.float32) if apart else out
     grid = (triton.cdiv(num_rows, divided.rows) * triton.cdiv(outputs, divided.outputs), groups, slices if apart else 1)
     if num_rows:
+        tokens = TensorDescriptor.from_tensor(x, [divided.rows, divided.cols])
+        matrix = TensorDescriptor.from_tensor(weight.flatten(0, 1), [divided.outputs, divided.cols])
         multiply[grid](
-            x, weight, sums, num_rows, outputs, width, x.stride(0), out.stride(0), blocks // slices, blocks % slices, divided.rows,
+            tokens, matrix, sums, num_rows, outputs, width, out.stride(0), blocks // slices, blocks % slices, divided.rows,
             divided.outputs, divided.cols, slices, apart, block, not INTERPRETED, num_warps=divided.warps,
             num_stages=divided.stages,
         )  # fmt: skip
