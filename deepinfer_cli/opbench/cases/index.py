@@ -50,12 +50,12 @@ def _score_kernels() -> tuple[Any, dict[str, Any]]:
     return lambda *problem: scores_of(*machine(torch.device("cuda")), *problem), {"triton": portable}
 
 
-def _scores(rows: int, context: int, target: Target) -> Case:
+def _scores(rows: int, context: int, target: Target, per_sequence: int = 1) -> Case:
     def prepare(setting: Setting) -> Prepared:
         count, length = (min(rows, 3), 100) if setting.small else (rows, context)
-        query, keys = problem(setting, count, length)
+        query, keys = problem(setting, count, length, min(per_sequence, count))
         heads, width = query.q.shape[1:]
-        num_bytes = count * length * index_row_bytes(width)
+        num_bytes = len(keys.table) * length * index_row_bytes(width)
         flops = 2 * count * length * heads * width
         if setting.device != "cuda":
             return Prepared([lambda: INDEX_SEARCH.reference(query, keys, length, 8, None, 8, 0)], num_bytes, flops)
@@ -71,12 +71,14 @@ def _scores(rows: int, context: int, target: Target) -> Case:
             unpacked = unpack_index_rows(keys.rows(query.seq[:1], entries, width), torch.float32)
             wanted = index_scores(query.q[:1, None].float(), query.weights[:1, None].float(), unpacked, query.count[:1, None])
             got = score(query, keys, slice(0, 1), length, None, 8)
-            return relative_error(got, wanted[:, 0]), INDEX_SEARCH.tolerance.bf16
+            seen = int(query.count[0])
+            return relative_error(got[:, :seen], wanted[:, 0, :seen]), INDEX_SEARCH.tolerance.bf16
 
         beside = {name: [partial(run, kernel)] for name, kernel in peers.items()}
         return Prepared([partial(run, score)], num_bytes, flops, peers=beside, check=check)
 
-    return Case("k.index", {"rows": rows, "context": context}, prepare, target)
+    params = {"rows": rows, "context": context} | ({"per_sequence": per_sequence} if per_sequence > 1 else {})
+    return Case("k.index", params, prepare, target)
 
 
 def _topk(rows: int, columns: int, target: Target) -> Case:
@@ -160,6 +162,7 @@ def _compress(tokens: int, target: Target) -> Case:
 CASES = [
     _scores(8, 131_072, Target("floor", 0.35, 0.5)),
     _scores(64, 131_072, Target("floor", 0.45, 0.7)),
+    _scores(428, 65_536, Target("floor"), per_sequence=428),  # the suffix of a prompt of 131,072 tokens, in a layer of ratio 2
     *(_topk(rows, 65_536, Target("time", 30, 15, {"torch.topk": 2.0})) for rows in (1, 8)),
     _topk(64, 65_536, Target("time", 60, 40, {"torch.topk": 4.0})),
     _compress(8, Target("time", 12, 6)),
