@@ -29,6 +29,8 @@ from deepinfer_cli.layout import GAP, blocks, extent
 
 ROLES = {"good": "green", "warning": "yellow", "bad": "red", "accent": "cyan", "quiet": "dim"}
 ASCII = {"✓": "ok", "→": "->", "·": "-", "–": "-", "━": "#", "≥": ">=", "×": "x", "−": "-", "±": "+/-", "…": "..."}
+# They move the cursor, set titles and clipboards, or ask the terminal to type: everything but line end and tab.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 PLAIN_INTERVAL_S = 10.0
 REDRAWS_PER_S = 4
 PIPED_WIDTH = 200
@@ -84,13 +86,17 @@ class Ui:
     # -- the answer ---------------------------------------------------------------------------------------------------------------
     def print(self, text: str = "", role: str = "", *, prose: bool = False) -> None:
         """One line or several as they are. prose: a terminal may break it between words."""
-        shown = self.glyphs(text)
+        shown = _visible(self.glyphs(text), self.stdout)
         self.out.print(Text(_folded(shown, self.stdout, self.out.width) if prose else shown, style=role), soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Text of a model, as it comes, without a line end."""
-        self.stdout.write(text)
+        self.stdout.write(_visible(text, self.stdout))
         self.stdout.flush()
+
+    def think(self, text: str) -> None:
+        """A model's reasoning, as it comes, beside the answer."""
+        self.err.print(_visible(text, self.stderr), style="quiet", end="", soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> None:
         """Boxless table on stdout. What does not fit goes on below (`layout.py`)."""
@@ -104,7 +110,7 @@ class Ui:
 
     def build_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int) -> Group:
         heads = [self.glyphs(column.head) for column in columns]
-        cells = [[self.glyphs(_cell(value)) for value in row] for row in rows]
+        cells = [[_visible(self.glyphs(_cell(value)), self.stdout) for value in row] for row in rows]
         extents = [extent([head, *(row[i] for row in cells)], words=not columns[i].right, wide=cell_len) for i, head in enumerate(heads)]
         made: list[Table | str] = []
         for block in blocks(extents, width - GAP):  # the last column has its gap too
@@ -135,7 +141,7 @@ class Ui:
 
     # -- the conversation ---------------------------------------------------------------------------------------------------------
     def _say(self, text: str, role: str, lead: str = "", lead_role: str = "") -> None:
-        folded = _folded(self.glyphs(lead + text), self.stderr, self.err.width)
+        folded = _folded(_visible(self.glyphs(lead + text), self.stderr), self.stderr, self.err.width)
         shown = Text(folded, style=role)
         if lead_role:
             shown.stylize(lead_role, 0, len(lead))
@@ -150,7 +156,7 @@ class Ui:
         took = f"  {took_s:.1f} s" if took_s is not None else ""
         if not self.options.quiet:
             sign = Text(self.glyphs("✓ " if done else "· "), style="good" if done else "quiet")
-            self.err.print(sign + Text(self.glyphs(f"{name:<10}{text}")) + Text(took, style="quiet"), soft_wrap=True)
+            self.err.print(sign + Text(_visible(self.glyphs(f"{name:<10}{text}"), self.stderr)) + Text(took, style="quiet"), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
@@ -246,6 +252,11 @@ def _cell(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     return str(value)
+
+
+def _visible(text: str, stream: TextIO) -> str:
+    """Text of models, servers and files as a terminal may get it: controls are shown, not obeyed. A pipe gets them as they are."""
+    return text.translate(CONTROLS) if stream.isatty() else text
 
 
 def _folded(text: str, stream: TextIO, width: int) -> str:

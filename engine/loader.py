@@ -6,7 +6,6 @@ Also publishes what writes the format: `write_checkpoint`, the encoders and `ran
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -30,6 +29,7 @@ from engine.ops.weight_formats import (
     encode_fp8_blocks,
     encode_table_rows,
 )
+from engine.safetensors_header import MALFORMED, raw_header, read_header
 
 __all__ = [
     "Checkpoint",
@@ -48,10 +48,6 @@ Progress = Callable[[str, float], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED = 5
-# Source: the safetensors library's own limit. A larger number means that the file is something else.
-_MAX_HEADER_BYTES = 100_000_000
-# What a damaged or hostile JSON text raises on its way to names and shapes.
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class WeightSource(Protocol):
@@ -208,7 +204,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
         return [single]
     try:
         names = sorted({_file_name(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (OSError, *_MALFORMED) as error:
+    except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {_shown(error)}", hint="download it again") from error
     missing = [name for name in names if not (model_dir / name).exists()]
     if missing:
@@ -243,47 +239,17 @@ def model_fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0)
         return digest.hexdigest()
     for file in checkpoint_files(model_dir):
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        digest.update(_raw_header(file))
+        digest.update(raw_header(file))
     return digest.hexdigest()
-
-
-def _raw_header(file: Path) -> bytes:
-    if not file.is_file():  # a pipe would be waited for
-        raise CheckpointError(f"{file} is not a file", hint="download it again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES
-        if length >= _MAX_HEADER_BYTES or 8 + length > size:
-            raise CheckpointError(f"{file} is truncated or not a safetensors file ({size} bytes)", hint="download it again")
-        return stream.read(length)
 
 
 def _read_entries(file: Path) -> dict[str, _Entry]:
     """Tensors of one file by name without the optional `model.` prefix."""
-    header = _raw_header(file)
-    try:
-        tensors = json.loads(header, object_pairs_hook=_distinct)
-        tensors.pop("__metadata__", None)
-        entries = {key.removeprefix("model."): _Entry(file, key, str(spec["dtype"]), tuple(spec["shape"])) for key, spec in tensors.items()}
-        end = max((int(spec["data_offsets"][1]) for spec in tensors.values()), default=0)
-    except _MALFORMED as error:
-        raise CheckpointError(f"{file} has a damaged safetensors header: {_shown(error)}", hint="download it again") from error
+    tensors = read_header(file)
+    entries = {key.removeprefix("model."): _Entry(file, key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
     if len(entries) != len(tensors):
         raise CheckpointError(f"{file} names a tensor with and without the prefix model.", hint="download it again")
-    expected, size = 8 + len(header) + end, file.stat().st_size
-    if size != expected:
-        what = "truncated" if size < expected else "longer than its header says"
-        raise CheckpointError(f"{file} is {what}: {size} bytes, expected {expected}", hint="download it again")
     return entries
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a header. Raises ValueError for a name that comes twice: readers disagree on which one counts."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
-    return found
 
 
 def _check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, _Entry]) -> None:

@@ -47,7 +47,7 @@ class Talk:
                 if self.call.json:
                     continue
                 if chunk.reasoning and not ui.options.quiet:
-                    ui.err.print(chunk.reasoning, style="quiet", end="", soft_wrap=True)
+                    ui.think(chunk.reasoning)
                     thinking = True
                 if chunk.content:
                     if thinking:

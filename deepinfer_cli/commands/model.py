@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,6 @@ from deepinfer_cli.outputs import named
 from deepinfer_cli.servers import connect
 from deepinfer_cli.ui import Column
 from deepinfer_cli.units import show_bytes
-from engine.errors import CheckpointError
 from hicache.errors import ConfigError
 
 MODES = ("fp32", "fp32-qdq", "bf16", "fp8")
@@ -79,46 +78,23 @@ def _info(
 
 def describe(directory: Path) -> dict[str, Any]:
     """Facts from the headers alone; no weight is read. Raises: CheckpointError for files that are missing or damaged."""
-    config_file = directory / "config.json"
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except OSError:
-        raise CheckpointError(f"{directory} has no config.json", hint="name the directory of a released checkpoint") from None
-    except ValueError as error:
-        raise CheckpointError(f"{config_file} is not JSON: {error}", hint="download it again") from None
-    flat = {**config, **(config.get("text_config") or {})}
+    from engine.models.config import read_config_json
+    from engine.safetensors_header import read_header
+
+    config = read_config_json(directory)
+    text = config.get("text_config")
+    flat = {**config, **(text if isinstance(text, dict) else {})}
     facts: dict[str, Any] = {key: flat[key] for key in SHOWN if key in flat}
     dtypes: dict[str, int] = {}
     parameters = size = 0
     files = sorted(directory.glob("*.safetensors"))
     for file in files:
         for tensor in read_header(file).values():
-            count = 1
-            for axis in tensor["shape"]:
-                count *= axis
-            parameters += count
-            dtypes[tensor["dtype"]] = dtypes.get(tensor["dtype"], 0) + 1
+            parameters += math.prod(tensor.shape)
+            dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
         size += file.stat().st_size
     missing = [n for n in ("tokenizer.json", "encoding/encoding.py") if not (directory / n).exists()]
     return {**facts, "stored_elements": parameters, "size_bytes": size, "files": len(files), "dtypes": dtypes, "missing": missing}
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """Tensor name -> dtype, shape and offsets of one safetensors file. Raises: CheckpointError when it is cut short."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if length < file.stat().st_size else b""
-    try:
-        header: dict[str, Any] = json.loads(text)
-    except ValueError:
-        raise CheckpointError(f"{file.name} is cut short or not a safetensors file", hint="download it again") from None
-    header.pop("__metadata__", None)
-    end = max((t["data_offsets"][1] for t in header.values()), default=0)
-    if 8 + length + end > file.stat().st_size:
-        raise CheckpointError(
-            f"{file.name} holds {file.stat().st_size:,} bytes, its header speaks of {8 + length + end:,}", hint="download it again"
-        )
-    return header
 
 
 def _text(key: str, value: Any) -> str:

@@ -164,6 +164,28 @@ def test_wide_characters_keep_the_columns_in_line() -> None:
     assert {cell_len(line) for line in lines} == {cell_len("模型模型") + 2 + len("tok/s")}
 
 
+EVIL = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J\x9b31m\rgone\x00\x7f"
+
+
+@pytest.mark.parametrize("say", ["print", "write", "think", "note", "warn", "error", "table", "step"])
+def test_no_text_of_others_commands_the_terminal(say: str) -> None:
+    """An answer, a served name, a log line, a checkpoint's config: an escape sequence may fill the clipboard or type for the user."""
+    for tty in (True, False):
+        ui, out, err = make({}, tty=tty, color=False)
+        match say:
+            case "table":
+                ui.table([Column("name", right=False)], [(EVIL,)])
+            case "step":
+                ui.step("model", EVIL)
+            case _:
+                getattr(ui, say)(EVIL)
+        shown = out.getvalue() + err.getvalue()
+        if tty:
+            assert not set(shown) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
+            assert "\\x1b]52" in shown
+    assert "\x1b]52" in shown, "a pipe gets what was said"
+
+
 def test_markup_in_names_is_text() -> None:
     ui, out, _ = make()
     ui.print("[red]x[/red] :smile:")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deepinfer_cli.commands.model import describe
 from engine.errors import CheckpointError
 from engine.loader import Checkpoint, checkpoint_files, model_fingerprint, open_checkpoint
 from engine.models import tiny
@@ -42,20 +44,40 @@ def write_weights(folder: Path, header: Any, data: bytes = b"", length: int | No
     return folder
 
 
-@pytest.mark.parametrize(
-    ("header", "length"),
-    [
-        (b"{}", 2**63), (b"{}", 2**64 - 1), (b"{}", 100_000_001), (b"{}", 3), (DEEP.encode(), None), (b"[]", None), (b"5", None),
-        (b"null", None), (b'{"\xff": 1}', None), (b'{"a": 1, "a": 2}', None), ({"a": [1]}, None),
-        ({"a": {**F32, "data_offsets": ["a", "b"]}}, None), ({"a": {**F32, "data_offsets": [0, 1e999]}}, None),
-        ({"a": {**F32, "data_offsets": [0]}}, None), ({"a": {**F32, "data_offsets": [0, 2**62]}}, None),
-        ({"a": {**F32, "data_offsets": [-4, 0]}}, None), ({"a": {**F32, "shape": None}}, None), ({"a": {**F32, "shape": "ab"}}, None),
-        ({"a": {**F32, "shape": [-1]}}, None), ({"a": {**F32, "dtype": "F1024"}}, None), ({"a": F32, "model.a": F32}, None),
-        (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}', None),
-    ],
-)  # fmt: skip
+HOSTILE = [
+    (b"{}", 2**63), (b"{}", 2**64 - 1), (b"{}", 100_000_001), (b"{}", 3), (DEEP.encode(), None), (b"[]", None), (b"5", None),
+    (b"null", None), (b'{"\xff": 1}', None), (b'{"a": 1, "a": 2}', None), ({"a": [1]}, None),
+    ({"a": {**F32, "data_offsets": ["a", "b"]}}, None), ({"a": {**F32, "data_offsets": [0, 1e999]}}, None),
+    ({"a": {**F32, "data_offsets": [0]}}, None), ({"a": {**F32, "data_offsets": [0, 2**62]}}, None),
+    ({"a": {**F32, "data_offsets": [-4, 0]}}, None), ({"a": {**F32, "shape": None}}, None), ({"a": {**F32, "shape": "ab"}}, None),
+    ({"a": {**F32, "shape": [-1]}}, None), ({"a": {**F32, "dtype": "F1024"}}, None), ({"a": F32, "model.a": F32}, None),
+    (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}', None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("header", "length"), HOSTILE)
 def test_a_hostile_header_is_one_clear_error(tmp_path: Path, header: Any, length: int | None) -> None:
-    refused(open_checkpoint, write_weights(tmp_path, header, length=length), CONFIG)
+    folder = write_weights(tmp_path, header, length=length)
+    refused(open_checkpoint, folder, CONFIG)
+    (folder / "config.json").write_text(json.dumps(tiny.tiny_config()))
+    with suppress(CheckpointError):  # it does not compare with the config
+        describe(folder)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_looking_into_a_directory_waits_for_nothing_either(tmp_path: Path, name: str, make: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    refused(describe, tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", '{"text_config": [1]}', '{"architectures": {"a": []}, "hidden_size": "\\u001b[2J"}', DEEP])
+def test_looking_into_a_directory_believes_no_config(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with suppress(CheckpointError):
+        assert describe(tmp_path)["files"] == 0
 
 
 @pytest.mark.parametrize("offsets", [[[0, 4], [0, 4]], [[0, 4], [2, 6]], [[4, 8], [0, 4]], [[0, 3], [3, 8]], [[-4, 0], [0, 8]]])
