@@ -107,8 +107,8 @@ def show(call: Invocation, metrics: Mapping[str, Any]) -> None:
             call.ui.print(line)
     if errors := checksum_errors(metrics):
         call.ui.warn(f"{errors} stored pages did not match their checksum and were dropped")
-    if errors := totals.get("token_errors_total"):
-        call.ui.warn(f"{errors:,.0f} stored pages lay under the key of other tokens and were dropped: please report this")
+    if foreign := totals.get("token_errors_total"):
+        call.ui.warn(f"{foreign:,.0f} stored pages lay under the key of other tokens and were dropped: please report this")
     if not any((rank.get("prefix_cache") or {}).get("lookups_total") for rank in ranks):
         call.ui.note("no lookups yet: the cache is off, or nothing was asked", "quiet")
 
