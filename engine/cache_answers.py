@@ -34,19 +34,19 @@ class AnswerWriter:
         """The last page end whose tokens are all computed. The last token never is: it was sampled, and ends the sequence."""
         return align_down(seq.num_computed, self._cache.page_tokens)
 
-    def store(self, seq: Sequence, prompt_keys: list[bytes], epoch: int) -> None:
-        """prompt_keys: of the pages that the prefill computed, made in `epoch`.
+    def store(self, seq: Sequence, prompt_keys: list[bytes], epoch: int, num_known: int) -> None:
+        """prompt_keys: of the pages that the prefill computed, made in `epoch`. num_known: how many of them were there when it came.
 
         Raises:
             MachineError: a copy was refused. What was stored before stays.
         """
         index, end = self._cache.index, self._end(seq)
         keys = self._keys.extend(prompt_keys, seq.token_ids[:end], seq.request.cache_salt)
-        match = Match(seq, epoch, keys, index.match(keys))
+        match = Match(seq, epoch, keys, index.match(keys), num_known=num_known)
         index.pin(match.path)
         try:
             self._writer.store_pages(seq, match, seq.prefill_len, end)
             self._writer.store_state(seq, match, end, StateReason.DECODE)
         finally:
-            # The prompt's pages were hit, or not, by its own prefill: an answer is no second visit.
+            # Whether the prompt's pages were visited before, its prefill has said: an answer is no second visit.
             self._cache.unpin(match.path, match.use())

@@ -53,7 +53,7 @@ class PrefixLookup:
                 self.budget.charge(time.perf_counter() - began)
                 return Plan(PlanKind.HOLD, 0, "restore_budget", match)  # looking up all of it in every step would cost more than it saves
             match.path = index.match(match.keys)
-            match.num_hit = len(match.path)
+            match.num_hit = match.num_known = len(match.path)
             index.pin(match.path)
         if not request.cache_read:
             return Plan(PlanKind.MISS, 0, Miss.BYPASS, match)
@@ -65,6 +65,7 @@ class PrefixLookup:
         match.peer = self._find_at_peer(seq, match, tokens)
         if match.peer is not None:
             tokens, state, miss, match.replay_end = match.peer.tokens, NONE, None, 0
+            match.num_known = max(match.num_known, tokens // self._page_tokens)
         if self._herd.holds(seq, match, tokens):
             return Plan(PlanKind.HOLD, 0, "in_flight", match)
         if self._comes_from_disk(seq, match, tokens):

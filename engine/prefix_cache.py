@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,14 @@ from hicache.sizing import arena_bytes
 
 if TYPE_CHECKING:
     from engine.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """What is remembered of a running sequence. drops: `index.drops` when it restored. num_known: see `Match`."""
+
+    drops: int
+    num_known: int
 
 
 class PrefixCache:
@@ -125,7 +134,7 @@ class PrefixCache:
         )
         self._planned: dict[int, Match] = {}
         self._active: dict[int, Match] = {}
-        self._drops: dict[int, int] = {}  # running sequence -> `index.drops` when it restored
+        self._running: dict[int, _Admitted] = {}
 
     def hash_compiled(self, build_dir: Path) -> None:
         """Use the compiled hash of page keys from now on, if it can be had. From any thread: both give the same keys."""
@@ -184,7 +193,7 @@ class PrefixCache:
         unpin_state(self.cache, match)
         self._count_admission(seq, match, tokens, reason)
         seq.num_computed = tokens
-        self._drops[seq.seq_id] = drops if tokens else self.cache.index.drops
+        self._running[seq.seq_id] = _Admitted(drops if tokens else self.cache.index.drops, match.num_known)
         self._set_replay(seq, match, tokens)
         if seq.cached_tokens is None:
             seq.cached_tokens = tokens
@@ -281,7 +290,8 @@ class PrefixCache:
         """Let go of everything a sequence holds, before its blocks are freed. Idempotent; on every exit path."""
         match = self._active.get(seq.seq_id)
         # Wrong bytes that were found since it restored may be what it has gone on from.
-        sound = self._drops.pop(seq.seq_id, None) == self.cache.index.drops
+        admitted = self._running.pop(seq.seq_id, None)
+        sound = admitted is not None and admitted.drops == self.cache.index.drops
         if match is not None:
             if match.epoch == self._keys.epoch and not self._failures.off:
                 try:
@@ -291,19 +301,19 @@ class PrefixCache:
                 if seq.finish_reason is FinishReason.ABORT:
                     self._misses.cut_off(self._writer.states_missing(seq, match))
             self._close(seq.seq_id)
-        elif sound and not self._failures.off and not self._approximates(seq) and self._answers.wanted(seq):
-            self._store_answer(seq)
+        elif admitted is not None and sound and not self._failures.off and not self._approximates(seq) and self._answers.wanted(seq):
+            self._store_answer(seq, admitted.num_known)
         self._release(self._planned.pop(seq.seq_id, None))
         self._sequence_keys.forget(seq.seq_id)
         self._herd.forget(seq.seq_id)
         self.lookup.fetched.pop(seq.seq_id, None)
 
-    def _store_answer(self, seq: Sequence) -> None:
+    def _store_answer(self, seq: Sequence, num_known: int) -> None:
         began, keys = time.perf_counter(), self._sequence_keys.known(seq)
         if keys is None:
             return
         try:
-            self._answers.store(seq, keys, self._keys.epoch)
+            self._answers.store(seq, keys, self._keys.epoch, num_known)
             self._failures.worked()
         except MachineError as error:
             self._failures.failed(error)

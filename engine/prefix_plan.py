@@ -15,10 +15,10 @@ from hicache.priority import Use
 class Match:
     """What one sequence found and still pins.
 
-    path: frames of its leading pages; grows as the prefill stores more. num_hit: how many of them were there when it came. state: the
-    pinned state to restore. replay_end: where the pages to restore end when there is no state and the prefill replays the last of them,
-    else 0. wanted: positions where a chunk ends and a state is kept, with its reason. peer: leased pages of another rank, when those
-    reach further. plan_seconds: that looking it up took.
+    path: frames of its leading pages; grows as the prefill stores more. num_hit: how many of them were there when it came. num_known: the
+    same, and pages that another rank holds. state: the pinned state to restore. replay_end: where the pages to restore end when there is
+    no state and the prefill replays the last of them, else 0. wanted: positions where a chunk ends and a state is kept, with its reason.
+    peer: leased pages of another rank, when those reach further. plan_seconds: that looking it up took.
     """
 
     seq: Sequence
@@ -26,6 +26,7 @@ class Match:
     keys: list[bytes] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     num_hit: int = 0
+    num_known: int = 0
     state: int = NONE
     replay_end: int = 0
     wanted: dict[int, StateReason] = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Match:
     def use(self) -> Use:
         """How its sequence uses the path."""
         request = self.seq.request
-        return Use(request.cache_priority, request.cache_priority_s, self.num_hit)
+        return Use(request.cache_priority, request.cache_priority_s, self.num_hit, max(0, len(self.path) - self.num_known))
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,10 @@ class HostCache:
             else:
                 priority = DEFAULT_PRIORITY
                 self.refused_priorities += 1
-        self.pool.free(self.index.unpin(path, priority, use.num_hit))
-        if len(path) - use.num_hit > self._scan_pages and use is not UNUSED:
-            self.index.retire(path[use.num_hit :])
+        dropped = self.index.unpin(path, priority, use.num_hit)
+        self.pool.free(dropped)
+        if use.num_new > self._scan_pages and not dropped:
+            self.index.retire(path[len(path) - use.num_new :])
 
     def expire(self) -> None:
         """Raised priorities whose time is over end. O(1) while there are none."""

@@ -25,12 +25,13 @@ class Use:
     """What one sequence did with a path, which decides how long it stays.
 
     priority: 0 (goes first) to 100. seconds: after which one above the default ends, infinity for never. num_hit: leading pages of
-    the path that were restored from, or matched before they were computed again.
+    the path that were there when it came, another visit to them. num_new: pages at its end that were not known before it.
     """
 
     priority: int = DEFAULT_PRIORITY
     seconds: float = math.inf
     num_hit: int = 0
+    num_new: int = 0
 
 
 UNUSED = Use(0)  # a path that was looked at and left as it was

@@ -118,7 +118,7 @@ class _Simulator:
         self.admission.see(keys)
         if not (replay_end and self.replay.approximate):
             self._store(prompt, keys, path, restored, replay_end)
-        self.cache.unpin(path, Use(num_hit=num_hit))
+        self.cache.unpin(path, Use(num_hit=num_hit, num_new=len(path) - num_hit))
 
     def _replay(self, keys: list[bytes], path: list[int], num_tokens: int, restored: int) -> int:
         """Where the pages of a replay end, 0 without one."""

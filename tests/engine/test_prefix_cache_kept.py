@@ -12,7 +12,7 @@ from engine.prefix_cache import PrefixCache
 from engine.request import FinishReason, Sequence
 from hicache.page_tokens import PageTokens
 from hicache.ranking import DEFAULT_PRIORITY
-from tests.engine.test_prefix_cache import _ids, admit, assert_idle, make_cache, prefill, run
+from tests.engine.test_prefix_cache import _ids, admit, assert_idle, device, make_cache, prefill, run
 from tests.engine.test_prefix_cache_restart import PROMPTS, hits, kill, start
 from tests.hicache.fake_kv import make_sequence
 
@@ -22,6 +22,15 @@ PROMPT = list(range(41))
 def others(cache: PrefixCache, count: int, **options: object) -> None:
     for number in range(count):
         run(cache, [1000 + number] * 41, **options)
+
+
+def answer(cache: PrefixCache, seq: Sequence, tokens: range) -> None:
+    """Generate `tokens` and end."""
+    seq.block_table += [60, 61, 62]
+    seq.token_ids += [*tokens]
+    device(cache).compute(seq, seq.num_computed, len(seq.token_ids) - 1)
+    seq.num_computed, seq.finish_reason = len(seq.token_ids) - 1, FinishReason.STOP
+    cache.finish(seq)
 
 
 def misses(cache: PrefixCache) -> dict[str, int]:
@@ -127,6 +136,52 @@ def test_follower_is_the_second_sight_of_its_leaders_pages() -> None:
     cache.finish(leader)
     assert admit(cache, follower).restore_tokens == 32
     cache.finish(follower)
+    assert_idle(cache)
+
+
+@pytest.mark.parametrize("answered_too", [False, True])
+def test_large_prompt_leaves_first_also_when_its_answer_is_stored(answered_too: bool) -> None:
+    cache = make_cache(num_frames=60, store_decode="on" if answered_too else "off", scan_share=0.25)
+    run(cache, PROMPT)
+    seq = make_sequence(next(_ids), range(500, 580))
+    admit(cache, seq)
+    prefill(cache, seq)
+    answer(cache, seq, range(600, 608))
+    seq = make_sequence(next(_ids), [9] * 80)
+    admit(cache, seq)
+    prefill(cache, seq)
+    cache.finish(seq)
+    assert cache.stats()["evictions_total"] > 0
+    assert run(cache, PROMPT).cached_tokens == 32
+    assert_idle(cache)
+
+
+def test_session_that_grew_large_stays_when_its_answer_is_stored() -> None:
+    cache = make_cache(num_frames=120, store_decode="on", scan_share=0.25)
+    prompt = list(range(200))
+    for length in (100, 200):
+        seq = make_sequence(next(_ids), prompt[:length])
+        admit(cache, seq)
+        prefill(cache, seq)
+        others(cache, 3)
+        answer(cache, seq, range(900, 908))
+    run(cache, [7] * 60)
+    assert cache.stats()["evictions_total"] > 0
+    assert run(cache, prompt).cached_tokens == 192
+    assert_idle(cache)
+
+
+def test_damaged_large_prompt_is_dropped_whole() -> None:
+    """Its pages are given back with its last pin: there is nothing left to put last."""
+    cache = make_cache(num_frames=60, scan_share=0.1)
+    seq = make_sequence(next(_ids), range(500, 580))
+    admit(cache, seq)
+    prefill(cache, seq, chunk=40, stop_after=1)
+    index = cache.cache.index
+    cache.cache.drop(index.match(cache._keys.page_keys(list(seq.token_ids)))[3])
+    cache.finish(seq)
+    assert_idle(cache)
+    others(cache, 8)
     assert_idle(cache)
 
 

@@ -6,7 +6,7 @@ import gc
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -123,8 +123,8 @@ class NaiveCache:
             if not self.pins[page]:
                 self.pages[page] = [self.clock, self.newest()]
         self.end_protection()
-        if use is not UNUSED and len(path) - use.num_hit > self.scan_pages:
-            self.retire(path[use.num_hit :])
+        if use.num_new > self.scan_pages:
+            self.retire(path[len(path) - use.num_new :])
 
     def end_protection(self) -> None:
         while sum(rank % 2 for rank in self.ranks.values()) > 0.8 * self.num_frames:
@@ -294,8 +294,9 @@ class Twins:
 
     def close(self, at: int) -> None:
         held = self.held.pop(at)
-        self.real.unpin(held.path, held.use)
-        self.naive.unpin(held.naive_path, held.use)
+        use = held.use if held.use is UNUSED else replace(held.use, num_new=len(held.path) - held.use.num_hit)
+        self.real.unpin(held.path, use)
+        self.naive.unpin(held.naive_path, use)
 
     def check(self, deep: bool = True) -> None:
         assert len(self.real.index) == len(self.naive.pages)

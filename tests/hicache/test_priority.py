@@ -44,7 +44,7 @@ def store(cache: HostCache, tokens: list[int], priority: int = DEFAULT_PRIORITY,
     if state:
         with StateReservation(cache, path, evict=True) as states:
             states.commit(StateReason.RESEND)
-    cache.unpin(path, Use(priority, seconds, hit))
+    cache.unpin(path, Use(priority, seconds, hit, len(path) - hit))
     cache.check()
 
 
