@@ -127,7 +127,7 @@ class ThroughputLength:
             return 0
         self._skipped, self._patience = 0, min(2 * self._patience, MAX_PROBE_INTERVAL)
         self._probing = True
-        self.cost.forget_drafts()
+        self.cost.forget_drafts(len(rates))
         return best
 
     def _best(self, num_seqs: int, gains: list[float]) -> tuple[int, bool]:

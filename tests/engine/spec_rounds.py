@@ -17,8 +17,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of its steps. Contexts and sampling add `more_per_seq_s`, of which rows share what is read, and `more_per_draft_s`: the
-    curves, measured on empty contexts and without sampling, know neither."""
+    """Seconds of its steps. Contexts and sampling add `more_s` per step, `more_per_seq_s`, since rows share what is read, and
+    `more_per_draft_s`: the curves, measured on empty contexts and without sampling, know none of it."""
 
     base_s: float
     row_s: float
@@ -26,12 +26,13 @@ class Machine:
     more_per_draft_s: float
     draft_s: float
     draft_seq_s: float
+    more_s: float = 0.0
 
     def curve_s(self, rows: int) -> float:
         return self.base_s + self.row_s * rows
 
     def step_s(self, num_seqs: int, num_drafts: int) -> float:
-        return self.curve_s(num_seqs + num_drafts) + self.more_per_seq_s * num_seqs + self.more_per_draft_s * num_drafts
+        return self.curve_s(num_seqs + num_drafts) + self.more_s + self.more_per_seq_s * num_seqs + self.more_per_draft_s * num_drafts
 
     def propose_s(self, num_seqs: int) -> float:
         return self.draft_s + self.draft_seq_s * num_seqs

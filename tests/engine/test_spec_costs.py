@@ -42,11 +42,23 @@ def test_sequences_and_drafts_add_what_their_own_steps_have_shown():
     def seconds(num_seqs, num_drafts):
         return 0.010 + 0.001 * (num_seqs + num_drafts - 1) + 0.004 * num_seqs + 0.0005 * num_drafts
 
-    for num_seqs, num_drafts in [(2, 0), (4, 0), (2, 3), (4, 20), (2, 10)]:
+    for num_seqs, num_drafts in [(4, 0), (7, 0), (4, 3), (5, 20), (4, 10)]:
         cost.observe(num_seqs + num_drafts, num_seqs, seconds(num_seqs, num_drafts))
-    assert cost.shares == pytest.approx((0.004, 0.0005), rel=1e-2)
-    assert cost.plain_s(8) == pytest.approx(seconds(8, 0), rel=1e-2)
-    assert cost.verify_s(8, 40) == pytest.approx([seconds(8, count) for count in range(1, 41)], rel=1e-2)
+    assert cost.shares(6) == pytest.approx((0.004, 0.0005), rel=1e-2)
+    assert cost.plain_s(6) == pytest.approx(seconds(6, 0), rel=1e-2)
+    assert cost.verify_s(6, 30) == pytest.approx([seconds(6, count) for count in range(1, 31)], rel=1e-2)
+
+
+def test_steps_of_few_sequences_say_nothing_about_steps_of_many():
+    """What a step costs whatever its size would be counted once per sequence."""
+    cost = CostModel(FLAT, FREE)
+    cost.observe(1, 1, 0.030)
+    cost.observe(6, 1, 0.030)
+    cost.observe_draft(1, 9.0)
+    assert (cost.plain_s(1), cost.plain_s(2), cost.plain_s(64)) == pytest.approx((0.030, 0.010, 0.010))
+    assert cost.draft_s(2) == pytest.approx(FREE(2))
+    cost.observe(16, 16, 0.050)
+    assert cost.plain_s(1) == pytest.approx(0.030)  # it is remembered for when there are few again
 
 
 def test_a_kind_of_step_that_nobody_has_taken_is_believed_to_be_cheap():
@@ -70,7 +82,7 @@ def test_a_share_is_the_median_of_the_last_steps():
             verified = [*verified, extra][-RECENT_STEPS:]
         if plain and verified:
             per_seq_s = np.median(plain)
-            assert cost.shares == pytest.approx((per_seq_s, (np.median(verified) - 2 * per_seq_s) / 6))
+            assert cost.shares(2) == pytest.approx((per_seq_s, (np.median(verified) - 2 * per_seq_s) / 6))
 
 
 def test_nothing_takes_less_than_no_time():
@@ -96,7 +108,7 @@ def test_drafts_cost_what_the_last_ones_took_over_their_curve():
     for seconds in (0.003, 0.003, 9.0):
         cost.observe_draft(4, seconds)
     assert cost.draft_s(4) == pytest.approx(0.003)
-    cost.forget_drafts()
+    cost.forget_drafts(4)
     assert cost.draft_s(4) == pytest.approx(0.003)
     cost.observe_draft(4, 0.0005)
     assert cost.draft_s(4) == pytest.approx(0.0005)
@@ -106,7 +118,7 @@ def test_a_look_anew_at_drafts_forgets_what_verifying_them_took():
     cost = CostModel(FLAT, FREE)
     cost.observe(4, 4, 0.014)
     cost.observe(24, 4, 0.090)
-    cost.forget_drafts()
+    cost.forget_drafts(4)
     assert cost.verify_s(4, 20)[-1] == pytest.approx(0.014)
     cost.observe(8, 4, 0.018)
     assert cost.verify_s(4, 20)[-1] == pytest.approx(0.034)

@@ -16,7 +16,9 @@ class NoDrafts(FixedLength):
 MACHINES = {
     "small model, short contexts": Machine(5e-4, 1.3e-4, more_per_seq_s=1e-5, more_per_draft_s=0.0, draft_s=1e-4, draft_seq_s=2.5e-4),
     "small model": Machine(5e-4, 1.3e-4, more_per_seq_s=2e-4, more_per_draft_s=4e-5, draft_s=1e-4, draft_seq_s=4e-4),
-    "small model, tokens drawn": Machine(5e-4, 1.3e-4, more_per_seq_s=6e-4, more_per_draft_s=4.4e-4, draft_s=1e-4, draft_seq_s=4e-4),
+    "small model, tokens drawn": Machine(
+        5e-4, 1.3e-4, more_per_seq_s=3e-4, more_per_draft_s=2e-4, draft_s=1.5e-3, draft_seq_s=8e-4, more_s=5e-4
+    ),
     "long contexts": Machine(5e-4, 1.5e-4, more_per_seq_s=3e-4, more_per_draft_s=2e-5, draft_s=1e-4, draft_seq_s=4e-4),
     "rows almost free": Machine(1e-2, 5e-5, more_per_seq_s=5e-5, more_per_draft_s=2e-5, draft_s=1e-3, draft_seq_s=2e-5),
     "drafts never pay": Machine(5e-4, 3e-4, more_per_seq_s=1e-4, more_per_draft_s=1e-4, draft_s=1e-4, draft_seq_s=8e-4),
@@ -38,3 +40,14 @@ def test_lengths_that_are_chosen_gain_where_drafts_are_good_in_stretches():
     machine = MACHINES["small model"]
     every, chosen = FixedLength(), machine.chosen_lengths(0.0, random.Random(1))
     assert tokens_per_second(chosen, machine, 4) > 1.03 * tokens_per_second(every, machine, 4)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_lengths_follow_a_load_that_changes(name):
+    machine = MACHINES[name]
+    policy = machine.chosen_lengths(0.05, random.Random(3))
+    for seed, streams in enumerate([1, 16, 1, 8, 2], 10):
+        chosen, *others = (
+            tokens_per_second(one, machine, streams, noise=0.1, num_texts=80, seed=seed) for one in (policy, FixedLength(), NoDrafts())
+        )
+        assert chosen > 0.9 * max(others)
