@@ -272,7 +272,7 @@ def fixed_division(rows: int) -> Division:
     together (17.4 µs for 16.6 at one row, 272 for 193 at 4,096; longer programs gain there what they cost here). Rows of a program may
     differ.
     """
-    return Division(16, 128, 2, 1024) if rows <= 512 else Division(64, 128, 2, 1024, terms=True)
+    return Division(16, 128, 2, 1024, early=True) if rows <= 512 else Division(64, 128, 2, 1024, terms=True)
 
 
 def launch_invariant(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:

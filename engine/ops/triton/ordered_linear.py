@@ -31,10 +31,8 @@ class Division:
 
 def division(rows: int, slices: int) -> Division:
     """What one H200 took the least time for."""
-    if rows <= 64:
-        return Division(64, 128, apart=True, warps=4)
     if rows <= 512:
-        return Division(128, 128, apart=True)
+        return Division(64, 128, apart=True, warps=4)
     return Division(128, 128) if slices > 1 else Division(128, 256)
 
 

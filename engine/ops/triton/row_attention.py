@@ -27,7 +27,7 @@ class Tuning:
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
     decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
-    joined: int = 0  # rows of batch-invariant mode from which on one program has all parts of a row, if some warps decode; 0: never
+    joined: int = 256  # rows of batch-invariant mode from which on one program has all parts of a row, if some warps decode; 0: never
     halves: bool = False  # and warpgroups that multiply without each other, of `row_attention_halves`
     keys: int = 64
     stages: int = 2
