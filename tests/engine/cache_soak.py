@@ -7,6 +7,7 @@ is killed and started again on the segment that it left. `python -m tests.engine
 from __future__ import annotations
 
 import gc
+import math
 import random
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from engine.scheduler import Scheduler
 from engine.step import Sampled
 from hicache.config import HiCacheConfig
 from hicache.host_pool import Owner
+from hicache.ranking import DEFAULT_PRIORITY
 from hicache.segment import CacheHome
 from tests.engine.simulation import FakeClock, check_blocks, check_step, expected_tokens, make_scheduler, next_token
 from tests.hicache.fake_kv import FakeKV
@@ -92,7 +94,8 @@ class Life:
 
     def _start(self) -> None:
         self.kv = FakeKV(BLOCK, num_blocks=48, block_bytes=32, state_bytes=64)
-        config = HiCacheConfig(min_restore_tokens=1, audit="full", herd_min_tokens=16, state_interval_tokens=32)
+        policy = {"eviction": self.draw.choice(("lru", "slru")), "store_threshold": self.draw.choice((1, 1, 2))}
+        config = HiCacheConfig(min_restore_tokens=1, audit="full", herd_min_tokens=16, state_interval_tokens=32, **policy)
         home = CacheHome(self.directory, "dix-soak", 0, 1, b"s" * 32)
         self.cache = WatchedCache(config, self.kv, "model", KEEP, num_bytes=NUM_FRAMES * FRAME, clock=self.clock, home=home)  # type: ignore[arg-type]
         self.scheduler: Scheduler = make_scheduler(
@@ -133,7 +136,17 @@ class Life:
         self.total += 1
         params = SamplingParams(temperature=0, max_tokens=self.draw.randint(1, 24))
         writes, salt = self.draw.random() > 0.05, self.draw.choice(("", "", "", "b"))
-        request = Request(f"r{self.total}", self._prompt(), params, cache_write=writes, cache_salt=salt)
+        priority, seconds = self.draw.choice(((DEFAULT_PRIORITY, math.inf),) * 5 + ((0, math.inf), (60, 1.0), (90, 3.0), (100, math.inf)))
+        request = Request(
+            f"r{self.total}",
+            self._prompt(),
+            params,
+            cache_write=writes,
+            cache_salt=salt,
+            cache_scope="scope",
+            cache_priority=priority,
+            cache_priority_s=seconds,
+        )
         ids = list(request.prompt_token_ids)
         seq = Sequence(self.total, request, self.clock.now, 0, list(ids), len(ids), len(ids))
         self.live[request.request_id] = (seq, [])
@@ -231,7 +244,13 @@ class Life:
         assert stats["hit_tokens_total"] <= stats["lookup_tokens_total"]
         assert stats["pinned_sequences"] <= len(self.live)
         known = {seq.seq_id for seq, _ in self.live.values()}
-        assert {*self.cache._planned, *self.cache._active, *self.cache._sequence_keys._known, *self.cache.lookup.fetched} <= known
+        assert {
+            *self.cache._planned,
+            *self.cache._active,
+            *self.cache._running,
+            *self.cache._sequence_keys._known,
+            *self.cache.lookup.fetched,
+        } <= known
 
     def drain(self, most_steps: int = 5000) -> None:
         """Without new requests everything ends, and then nothing is held: no block, no slot, no reserved frame, no pin but kept ones."""
@@ -265,6 +284,10 @@ class Life:
         self.seen["decode steps"] += counters.decode_steps
         for name in ("hits_total", "hit_tokens_total", "evictions_total", "checksum_errors_total", "copy_errors_total", "holds_total"):
             self.seen[name.removesuffix("_total").replace("_", " ")] += stats[name]
+        for reason in ("aborted", "tenant"):
+            self.seen[f"misses {reason}"] += stats["miss_total"][reason]
+        self.seen["refused priorities"] += stats["priorities_refused_total"]
+        assert stats["token_errors_total"] == 0, "a page lay under the key of other tokens"
 
     def close(self) -> None:
         self._count()
