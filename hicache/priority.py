@@ -17,7 +17,7 @@ from hicache.ranking import DEFAULT_PRIORITY
 
 MOST_RAISED_SHARE = 0.5  # of all frames: pages above the default priority; the rest is left to traffic
 INHERITED_S = 3600.0  # what a killed rank left above the default keeps its priority that long, since the end of it is not known
-_MOST_LEASES = 4096
+_MOST_LEASES, _MOST_FRAMES = 4096, 2**20  # ends that are remembered, and frames of their paths; beyond, the soonest ends now
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class RaisedPaths:
         self._index, self._clock = index, clock
         self._until = array("d")  # of a raised page; made when the first one is
         self._ends: list[tuple[float, array[int]]] = []  # heap of (end, path). Ends differ, so that a page knows its lease by it
+        self._num_frames = 0  # of all their paths
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +65,8 @@ class RaisedPaths:
             until[frame] = max(until[frame], end) if index.is_raised(frame) else end
         if end < math.inf:
             heapq.heappush(self._ends, (end, array("i", path)))
-            if len(self._ends) > _MOST_LEASES:
+            self._num_frames += len(path)
+            while len(self._ends) > _MOST_LEASES or self._num_frames > _MOST_FRAMES:
                 self._lower(*heapq.heappop(self._ends))
 
     def _unused_end(self, end: float) -> float:
@@ -79,7 +81,8 @@ class RaisedPaths:
             self._lower(*heapq.heappop(self._ends))
 
     def _lower(self, end: float, path: array[int]) -> None:
-        """Deepest first. A page whose end is a later one stays, and what lies below such a page ended before it."""
+        """The deepest page first. A page whose end is a later one stays, and what lies below such a page ended before it."""
+        self._num_frames -= len(path)
         for frame in reversed(path):
             if self._until[frame] == end and self._index.is_raised(frame):
                 self._index.ranks.lower(frame)
@@ -87,3 +90,4 @@ class RaisedPaths:
     def clear(self) -> None:
         """The cache was reset."""
         self._ends.clear()
+        self._num_frames = 0

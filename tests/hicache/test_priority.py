@@ -137,6 +137,16 @@ def test_equal_ends_lower_the_deeper_pages_first(cache: HostCache, clock: Clock)
     assert stored(cache, [1, 2, 3]) == 2
 
 
+@pytest.mark.parametrize("bound", ["_MOST_LEASES", "_MOST_FRAMES"])
+def test_too_many_ends_let_the_soonest_end_now(cache: HostCache, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.priority." + bound, 2 if bound == "_MOST_LEASES" else 5)
+    for number, seconds in enumerate((30, 10, 20)):
+        store(cache, [number, 7], 80, seconds=seconds)
+    index = cache.index
+    ranks = [index.ranks.priority(index.match(KEYS.page_keys([number, 7]))[-1]) for number in range(3)]
+    assert ranks == [80, DEFAULT_PRIORITY, 80]
+
+
 def test_raised_pages_take_at_most_their_share_of_the_arena(cache: HostCache) -> None:
     most = int(MOST_RAISED_SHARE * 20)
     store(cache, list(range(most)), 90)
