@@ -15,14 +15,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.ranks import rank_command, rank_options
+from tests.gpu.ranks import rank_command, rank_options, run_together
 
 LAYERS = (2, 3, 8, 9, 20, 21)
 GOLDEN = Path(__file__).parents[1] / "golden" / "model" / "tiny-a-bf16"
@@ -176,12 +175,9 @@ def main() -> None:
             from engine.models.released import excerpt, write_excerpt
 
             model = write_excerpt(Path(scratch) / "model", excerpt(LAYERS, stages=0))
-        children = []
-        for rank in range(2):
-            command = rank_command("tests.gpu.context_parallel", options, rank, model, Path(scratch) / "meeting")
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"}
-            children.append(subprocess.Popen(command, env=environment))
-        codes = [child.wait() for child in children]
+        meeting = Path(scratch) / "meeting"
+        commands = [rank_command("tests.gpu.context_parallel", options, rank, model, meeting) for rank in range(2)]
+        codes = run_together(commands, own_gpus=True)
     if any(codes):
         sys.exit(f"ranks exited with {codes}")
 

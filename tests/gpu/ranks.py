@@ -1,9 +1,14 @@
-"""Options of scripts that start themselves once per rank."""
+"""Scripts that start themselves once per rank: their options, and ranks that end together."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
@@ -25,6 +30,35 @@ def rank_command(module: str, options: argparse.Namespace, rank: int, model: Pat
     """What starts a rank with these options."""
     command = [sys.executable, "-m", module, str(options.out), "--device", options.device]
     return [*command, "--rank", str(rank), "--model", str(model), "--meeting", str(meeting)]
+
+
+# NVLink multicast stays off: communicators of several processes hang in it where the fabric does not grant it.
+QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+POLL_S, GRACE_S = 0.1, 2.0
+
+
+def run_together(commands: Sequence[Sequence[str]], *, own_gpus: bool = False) -> list[int]:
+    """Run the ranks and return their exit codes. own_gpus: each sees only the GPU of its number.
+
+    When one fails, or this process is told to end, the others are ended too: they would wait for it and keep their GPUs.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, command in enumerate(commands):
+            devices = {"CUDA_VISIBLE_DEVICES": str(number)} if own_gpus else {}
+            ranks.append(subprocess.Popen(command, env={**os.environ, **QUIET, **devices}))
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(POLL_S)
+        deadline = time.monotonic() + GRACE_S  # a cause and its echo come close together; both codes tell
+        while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        codes = [rank.wait() for rank in ranks]
+        signal.signal(signal.SIGTERM, before)
+    return codes
 
 
 def exchanging_alone() -> AbstractContextManager[object]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -37,17 +36,19 @@ from engine.parallel.balancer import Balancer, BalanceSettings
 from engine.parallel.expert_exchange import ExpertExchange, Route
 from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
+from tests.gpu.ranks import run_together
 
 # Source: the released configuration.
 EXPERTS, CHOSEN, HIDDEN, INNER = 384, 6, 5120, 2304
 DEVICE, BATCHES = "cuda", (8, 64, 256)
 if "--small" in sys.argv:  # the same code without GPUs and without meaning
-    EXPERTS, HIDDEN, INNER, DEVICE, BATCHES = 32, 256, 128, "cpu", (2, 8, 16)
+    EXPERTS, HIDDEN, INNER, DEVICE, BATCHES = 16, 128, 64, "cpu", (2, 4, 8)
 TEXT: Any = SimpleNamespace(gate_temp=1.0, routed_scaling_factor=2.5, swiglu_limit=10.0, n_routed_experts=EXPERTS)
 LAYERS = 4  # calls in one graph, each with rows of its own
-ROUNDS = 10
+ROUNDS = 10 if DEVICE == "cuda" else 1
 IMBALANCE = 1.8  # tokens of the first of two ranks over the mean, where routing is forced
 MANY_ROWS = 4096 if DEVICE == "cuda" else 64
+ALIKE_S = 10.0  # between one rank's failure and the other's
 HOT = 8  # how many times its share the hot expert gets
 
 
@@ -419,6 +420,17 @@ class NoExperts(PackedMoE):
         return x
 
 
+def failed_alike(out: Path, part: str, rank: int) -> bool:
+    """Whether the other rank fails in this part too: then the next part can still tell something."""
+    (out / f"{part}-{rank}.failed").touch()
+    deadline = time.monotonic() + ALIKE_S
+    while time.monotonic() < deadline:
+        if (out / f"{part}-{1 - rank}.failed").exists():
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def rank_main(rank: int, out: Path) -> None:
     began = time.monotonic()
     select("auto", DEVICE)
@@ -429,9 +441,12 @@ def rank_main(rank: int, out: Path) -> None:
             if result is not None:
                 bench.results[part.__name__] = result
                 print(rank, part.__name__, f"{max(result.values()):.2e}", flush=True)
-        except Exception:  # both ranks fail alike; the next part still tells something
+        except Exception:
             bench.results[f"{part.__name__} failed"] = traceback.format_exc()
             traceback.print_exc()
+            (out / f"rank-{rank}.json").write_text(json.dumps(bench.results, indent=1))
+            if not failed_alike(out, part.__name__, rank):
+                os._exit(1)  # the other one waits in a collective that nobody joins
         bench.results["seconds"] = round(time.monotonic() - began, 1)
         (out / f"rank-{rank}.json").write_text(json.dumps(bench.results, indent=1))
         print(rank, part.__name__, "done after", bench.results["seconds"], "s", flush=True)
@@ -442,17 +457,12 @@ def rank_main(rank: int, out: Path) -> None:
 def main(out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "meet").unlink(missing_ok=True)
-    quiet = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.two_gpus", str(out), str(rank), *sys.argv[2:]],
-            env={**os.environ, **quiet, "CUDA_VISIBLE_DEVICES": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    status = max(abs(process.wait()) for process in ranks)
+    for left in out.glob("*.failed"):
+        left.unlink()
+    commands = [[sys.executable, "-m", "tests.gpu.two_gpus", str(out), str(rank), *sys.argv[2:]] for rank in range(2)]
+    codes = run_together(commands, own_gpus=True)
     report(out)
-    return status
+    return max(map(abs, codes))
 
 
 def report(out: Path) -> None:

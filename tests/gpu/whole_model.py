@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from typing import Any
 from deepinfer_cli.opbench.layer_floor import layer_floor
 from engine.models.config import ModelConfig, parse_config
 from engine.models.released import excerpt, write_excerpt
-from tests.gpu.ranks import exchanging_alone, rank_command, rank_options
+from tests.gpu.ranks import exchanging_alone, rank_command, rank_options, run_together
 
 CONTEXT, STEPS, PROMPT = 8_192, 20, 32_768
 BATCHES = (1, 8, 64, 256)
@@ -137,8 +136,7 @@ def main() -> None:
     model, meeting = write_excerpt(options.out / "model", data), options.out / f"meeting-{os.getpid()}"
     shape = ["--ranks", str(options.ranks)]
     commands = [[*rank_command("tests.gpu.whole_model", options, rank, model, meeting), *shape] for rank in range(options.ranks)]
-    ranks = [subprocess.Popen(command) for command in commands]
-    codes = [rank.wait() for rank in ranks]
+    codes = run_together(commands)
     if any(codes):
         sys.exit(f"ranks ended with {codes}")
     show(options, parse_config(data), len(layers))
