@@ -24,10 +24,10 @@ from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
-from engine.spec_costs import MEASURE_S, measure, step_timer
 from engine.spec_lengths import ThroughputLength
 from engine.step import SchedulerLimits, Step
 from engine.step_runner import StepRunner
+from engine.step_timing import MEASURE_S, measure, step_timer
 from engine.stream import CallerStream, Stream, WorkerStream
 from engine.structured_output import Matcher
 from engine.token_range import first_outside, pack_ids

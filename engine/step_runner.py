@@ -13,8 +13,8 @@ from engine.drafter import DrafterLike, DraftPoint
 from engine.late_tokens import caught_up
 from engine.readout import Largest, Readout
 from engine.sampler import Sampler, take_largest
-from engine.spec_costs import StepWatch
 from engine.step import Sampled, Step
+from engine.step_timing import StepWatch
 
 
 @dataclass(frozen=True, slots=True)
