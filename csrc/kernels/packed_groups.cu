@@ -296,7 +296,6 @@ template <Epilogue kEpilogue>
 int choose_groups(const PackedGemm& p, int format, int form, int slices, int num_blocks, cudaStream_t stream) {
     const bool divided = slices == 4 || slices == 8;
     if (slices != 1 && (!divided || format != kFp8 || slices > p.blocks)) return cudaErrorInvalidValue;
-    if (format == kFp8 && divided && form == 2) return launch_groups<kFp8, kEpilogue, GroupForm<64, 8, 2, 6>, true>(p, slices, num_blocks, stream);
     if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 3>, true>(p, slices, num_blocks, stream);
     if (format == kFp8) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 6>>(p, 1, num_blocks, stream);
     if (form == 1) return launch_groups<kFp4, kEpilogue, GroupForm<128, 8, 2, 8>>(p, 1, num_blocks, stream);
@@ -310,9 +309,8 @@ int choose_groups(const PackedGemm& p, int format, int form, int slices, int num
 
 }  // namespace dix
 
-// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, see above;
-// of FP8 with slices 2 for items of 64 tokens. slices: 1, for FP8 also 4 and 8 of at least as many blocks of columns, adds in the order of
-// dix_packed_gemm with as many.
+// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, see above.
+// slices: 1, for FP8 also 4 and 8 of at least as many blocks of columns, adds in the order of dix_packed_gemm with as many.
 extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int form, int slices, int num_blocks, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);

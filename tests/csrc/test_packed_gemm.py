@@ -118,8 +118,7 @@ def test_many_rows_are_added_in_the_order_of_warps_that_share_a_tile(run, column
 
     few, undivided = product(64, Shape(8, slices)), product(64, Shape(8))
     for rows in (64, 70):
-        for tiles in (8, MANY):
-            assert torch.equal(product(rows, Shape(tiles, slices, warpgroups=True))[:64], few), f"{rows} rows, {tiles} tiles"
+        assert torch.equal(product(rows, Shape(MANY, slices, warpgroups=True))[:64], few), f"{rows} rows"
     assert torch.equal(product(64, Shape(MANY, warpgroups=True)), undivided)
     assert not torch.equal(few, undivided)
 

@@ -8,7 +8,7 @@ from engine.ops.packed_weights import Format
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "outputs", "blocks", "slices"), [(0, 1, 16, 1, 1), (3, 2, 40, 5, 4), (70, 1, 130, 9, 8), (5, 3, 64, 2, 1)]
+    ("rows", "groups", "outputs", "blocks", "slices"), [(0, 1, 16, 4, 4), (3, 2, 40, 5, 4), (70, 1, 130, 9, 8), (5, 3, 64, 2, 1)]
 )
 def test_slices_together_and_apart_give_the_product(device, rows, groups, outputs, blocks, slices):
     from engine.ops.triton.ordered_linear import Division, ordered_linear

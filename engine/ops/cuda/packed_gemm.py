@@ -30,8 +30,8 @@ class Shape:
     """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
 
     tiles: of eight tokens per item; `MANY` (16) means the kernels for many tokens (packed_tiles.cu). slices: warps that share 16 rows, of
-    many tokens the order of so many. residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of 8 tiles (FP4, or FP8
-    with slices) or 16, by packed_groups.cu. form: of the ring of packed_groups.cu.
+    many tokens the order of so many. residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of 8 tiles (FP4) or 16,
+    by packed_groups.cu. form: of the ring of packed_groups.cu.
     """
 
     tiles: int

@@ -97,14 +97,14 @@ def ordered_linear(x: Tensor, weight: Tensor, slices: int, block: int, divided: 
     blocks, apart = width // block, divided.apart and slices > 1
     sums = x.new_empty(slices, num_rows, groups * outputs, dtype=torch.float32) if apart else out
     grid = (triton.cdiv(num_rows, divided.rows) * triton.cdiv(outputs, divided.outputs), groups, slices if apart else 1)
-    if num_rows:
-        tokens = TensorDescriptor.from_tensor(x, [divided.rows, divided.cols])
-        matrix = TensorDescriptor.from_tensor(weight.flatten(0, 1), [divided.outputs, divided.cols])
-        multiply[grid](
-            tokens, matrix, sums, num_rows, outputs, width, out.stride(0), blocks // slices, blocks % slices, divided.rows,
-            divided.outputs, divided.cols, slices, apart, block, not INTERPRETED, num_warps=divided.warps,
-            num_stages=divided.stages,
-        )  # fmt: skip
+    if not num_rows:
+        return out
+    tokens = TensorDescriptor.from_tensor(x, [divided.rows, divided.cols])
+    matrix = TensorDescriptor.from_tensor(weight.flatten(0, 1), [divided.outputs, divided.cols])
+    multiply[grid](
+        tokens, matrix, sums, num_rows, outputs, width, out.stride(0), blocks // slices, blocks % slices, divided.rows, divided.outputs,
+        divided.cols, slices, apart, block, not INTERPRETED, num_warps=divided.warps, num_stages=divided.stages,
+    )  # fmt: skip
     if apart:
         add_slices[(triton.cdiv(out.numel(), 1024),)](sums, out, slices, out.numel(), 1024, num_warps=4)
     return out
