@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from csrc.loader import BuildError
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.ui import Column
+from engine.native_library import default_build_dir, is_built
 from engine.verify import PromptResult, RunResult, VerifyMode, VerifyReport, verify_dir
 
 CHUNKS = (16, 64, 0)
@@ -22,6 +24,8 @@ def verify(call: Invocation, directory: Path, mode: str | None, chunks: list[int
     sizes = tuple(chunks) or CHUNKS
     count = (len(modes) if modes else sum((directory / f"vectors-{m}.safetensors").exists() for m in VerifyMode)) * len(sizes) * 2
     done = 0
+    if first_build():
+        call.ui.note("the compiled CPU step is built first: a minute, on a busy machine several", "quiet")
     with call.ui.progress("verify", max(count, 1)) as bar:
 
         def advance(run: RunResult) -> None:
@@ -30,6 +34,16 @@ def verify(call: Invocation, directory: Path, mode: str | None, chunks: list[int
             bar.update(done, f"{run.mode} · {describe(run)}")
 
         return verify_dir(directory, modes, sizes, block_size=block_size, on_run=advance)
+
+
+def first_build() -> bool:
+    """Whether the passes wait for a compiler: exact comparisons need the compiled step's order of sums."""
+    import torch
+
+    try:
+        return not torch.cuda.is_available() and not is_built(default_build_dir())
+    except BuildError:
+        return False  # there is no compiler: they run eagerly
 
 
 def describe(run: RunResult) -> str:

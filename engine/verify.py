@@ -138,6 +138,7 @@ def verify_dir(
     for mode in modes:
         checkpoint, references = _read_vectors(path, mode, prompts)
         runner = _make_runner(path / checkpoint, mode, references, block_size)
+        _check_ids(references, runner.limits.vocab_size)
         for chunk_size in chunk_sizes:
             for together in batch:
                 run = _compare(mode, checkpoint, chunk_size, together, references, runner)
@@ -147,22 +148,32 @@ def verify_dir(
     return VerifyReport(str(path), block_size, runs)
 
 
+def _check_ids(references: list[_Reference], vocab_size: int) -> None:
+    for reference in references:
+        foreign = [token for token in (*reference.token_ids, *reference.gen_tokens) if not 0 <= token < vocab_size]
+        if foreign:
+            raise CheckpointError(f"prompt {reference.prompt_id} has token {foreign[0]}; the checkpoint has {vocab_size} tokens")
+
+
 def _read_prompts(path: Path) -> list[dict[str, Any]]:
     file = path / "prompts.json"
-    if not file.exists():
+    if not file.is_file():  # a pipe would be waited for
         raise CheckpointError(
             f"{file} is missing", hint="point to a directory with prompts.json, checkpoints and vectors-<mode>.safetensors"
         )
     try:
         prompts = json.loads(file.read_text(encoding="utf-8"))
-        return [{"id": str(p["id"]), "token_ids": [int(i) for i in p["token_ids"]]} for p in prompts]
-    except (ValueError, TypeError, KeyError) as error:
+        found = [{"id": str(p["id"]), "token_ids": [int(i) for i in p["token_ids"]]} for p in prompts]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}") from error
+    if not found or not all(prompt["token_ids"] for prompt in found):
+        raise CheckpointError(f"{file} holds no prompt, or one without tokens")
+    return found
 
 
 def _read_vectors(path: Path, mode: VerifyMode, prompts: list[dict[str, Any]]) -> tuple[str, list[_Reference]]:
     file = path / f"vectors-{mode}.safetensors"
-    if not file.exists():
+    if not file.is_file():
         raise CheckpointError(f"{file} is missing")
     try:
         with safe_open(str(file), framework="pt") as stored:
@@ -172,6 +183,8 @@ def _read_vectors(path: Path, mode: VerifyMode, prompts: list[dict[str, Any]]) -
         raise CheckpointError(f"{file} cannot be read: {error}", hint="copy the directory again") from error
     if checkpoint is None:
         raise CheckpointError(f"{file} does not name its checkpoint in its metadata")
+    if Path(checkpoint).name != checkpoint:
+        raise CheckpointError(f"{file} names a checkpoint that is not beside it: {checkpoint[:64]!r}")
     return checkpoint, references
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import torch
+
+from deepinfer_cli import verification
 from deepinfer_cli.ui import Ui, UiOptions
 from deepinfer_cli.verification import show, worst
 from engine.verify import PromptResult, RunResult, VerifyMode, VerifyReport
@@ -50,3 +55,14 @@ def test_every_prompt_has_its_row_when_more_is_asked_for() -> None:
 def test_what_is_no_number_is_the_worst() -> None:
     assert math.isnan(worst([1.0, math.nan, 2.0]))
     assert worst([1.0, 2.0]) == 2.0
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_whoever_waits_for_the_compiler_is_told(built: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a busy machine the build took three minutes, in which nothing was said."""
+    err = io.StringIO()
+    monkeypatch.setattr(verification, "is_built", lambda folder: built)
+    monkeypatch.setattr(verification, "verify_dir", lambda *_, **__: None)
+    call = SimpleNamespace(json=False, ui=Ui(UiOptions(), {}, io.StringIO(), err))
+    verification.verify(cast(Any, call), tmp_path, "fp32", [64], 16)
+    assert ("is built first" in err.getvalue()) == (not built and not torch.cuda.is_available())

@@ -82,3 +82,25 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "vectors-bf16.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(CheckpointError, match="cannot be read"):
         verify_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"),
+    [
+        ("[]", "holds no prompt"), ("{}", "holds no prompt"), ('[{"id": "p0", "token_ids": []}]', "without tokens"), ("[5]", "damaged"),
+        ("[" * 100_000, "damaged"), ('[{"id": "p0", "token_ids": [1000000000]}]', "has token 1000000000"),
+        ('[{"id": "p0", "token_ids": [-1]}]', "has token -1"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_are_one_clear_error(altered, tmp_path, prompts, says):
+    (tmp_path / "prompts.json").write_text(prompts)
+    with pytest.raises(CheckpointError, match=says):
+        altered(lambda tensors: None)
+
+
+def test_vectors_name_a_checkpoint_beside_them_only(altered, tmp_path):
+    altered(lambda tensors: None)
+    tensors = load_file(tmp_path / "vectors-fp32.safetensors")
+    save_file(tensors, tmp_path / "vectors-fp32.safetensors", metadata={"checkpoint": "../elsewhere"})
+    with pytest.raises(CheckpointError, match="not beside it"):
+        verify_dir(tmp_path, [VerifyMode.FP32])
