@@ -109,7 +109,8 @@ class ThroughputLength:
         return min(1.0, max(0.0, self._products / self._squares))
 
     def budget(self, rates: list[list[float]], rooms: list[int]) -> int | None:
-        """The total with the largest expected tokens / seconds, the smallest of equals."""
+        """The total with the largest expected tokens / seconds, the smallest of equals; where that is 0, now and then another one
+        all the same (`PROBE_INTERVAL`)."""
         self._asked = rates
         self._steady = self._skipped == 0
         if self._skipped % HOLD and self._skipped & (self._skipped - 1):
