@@ -18,13 +18,15 @@ constexpr int kGroupAlign = 1024;  // of a tile of tokens
 // Items of up to kTokens tokens; thread blocks of kWarps warps with kRows tiles of 16 rows each; kStages places of the ring.
 // kMixed: decoding stands between the products of a stage: a warp waits where it issues a product whose weights are in registers until the one
 // before has taken its own.
-template <int kMost, int kManyWarps, int kManyRows, int kPlaces, bool kMixed = false>
+// kBlocksAhead: so many blocks of weights are asked for as a whole before their stages are copied one by one, 0 for none.
+template <int kMost, int kManyWarps, int kManyRows, int kPlaces, bool kMixed = false, int kBlocksAhead = 0>
 struct GroupForm {
     static constexpr int kTokens = kMost, kWarps = kManyWarps, kRows = kManyRows, kStages = kPlaces;
     static constexpr int kThreads = 32 * kWarps;
     // There are registers enough for products that begin before those of the stage before are over.
     static constexpr bool kOverlaps = kTokens <= 64 && !kMixed;
     static constexpr bool kInterleaves = kMixed;
+    static constexpr int kAhead = kBlocksAhead;
 };
 
 template <Format kFormat, class Form>
@@ -74,6 +76,14 @@ struct GroupUnit {
 
     __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kStages * S::kBytes; }
 
+    // Half a warp asks for the 2,048 bytes of a block of weights: codes + lane * 16 becomes codes + lane * 128.
+    __device__ __forceinline__ void ask(int block) const {
+        const int lane = threadIdx.x % 32;
+        if (block >= p.blocks || lane >= kBlockBytes / 128) return;
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) prefetch(codes[r] + static_cast<int64_t>(block) * kBlockBytes + lane * (128 - 16));
+    }
+
     __device__ __forceinline__ void issue(int stage) {
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
         if (stage < num_stages) {
@@ -87,6 +97,9 @@ struct GroupUnit {
             for (int i = 0; i < kCopied; ++i) {
                 const int row = thread / 8 + kThreads / 8 * i, piece = thread % 8;
                 if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + columns * kGroupColumns + piece * 8);
+            }
+            if constexpr (Form::kAhead > 0 && !kSliced) {
+                if (stage % S::kPerBlock == 0) ask(stage / S::kPerBlock + Form::kAhead);
             }
             unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
 #pragma unroll
@@ -251,6 +264,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
             unit.scales[r] = p.scales + block * L::kScaleBytes + L::scale_offset(g, t);
             unit.later[r] = load_global8(unit.scales[r]);
         }
+        if constexpr (Form::kAhead > 0 && !kSliced) {
+#pragma unroll 1
+            for (int block = 0; block < Form::kAhead; ++block) unit.ask(block);
+        }
         sync_block();  // the stages of the previous unit are still being read
 #pragma unroll 1
         for (int s = 0; s < unit.kUnderWay; ++s) unit.issue(s);
@@ -298,12 +315,10 @@ int choose_groups(const PackedGemm& p, int format, int form, int slices, int num
     if (slices != 1 && (!divided || format != kFp8 || slices > p.blocks)) return cudaErrorInvalidValue;
     if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 3>, true>(p, slices, num_blocks, stream);
     if (format == kFp8) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 6>>(p, 1, num_blocks, stream);
-    if (form == 1) return launch_groups<kFp4, kEpilogue, GroupForm<128, 8, 2, 8>>(p, 1, num_blocks, stream);
-    if (form == 2) return launch_groups<kFp4, kEpilogue, GroupForm<64, 8, 2, 10>>(p, 1, num_blocks, stream);
-    if (form == 5) return launch_groups<kFp4, kEpilogue, GroupForm<128, 8, 2, 8, true>>(p, 1, num_blocks, stream);
-    if (form == 7) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8, true>>(p, 1, num_blocks, stream);
-    if (form == 8) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 8, true>>(p, 1, num_blocks, stream);
-    if (form == 3) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8>>(p, 1, num_blocks, stream);
+    if (form == 1) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8>>(p, 1, num_blocks, stream);
+    if (form == 2) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 8, true>>(p, 1, num_blocks, stream);
+    if (form == 3) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8, false, 4>>(p, 1, num_blocks, stream);
+    if (form == 4) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 8, true, 4>>(p, 1, num_blocks, stream);
     return cudaErrorInvalidValue;
 }
 

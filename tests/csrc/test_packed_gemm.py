@@ -89,9 +89,7 @@ def test_products_of_many_rows(run, format, rows, columns, tokens, warpgroups):
     close(out, product(x, weights), 4e-3)
 
 
-@pytest.mark.parametrize(
-    "shape", [Shape(tiles, warpgroups=True, form=form) for tiles, form in ((8, 1), (8, 7), (16, 3), (16, 5), (16, 7))], ids=str
-)
+@pytest.mark.parametrize("shape", [Shape(tiles, warpgroups=True, form=form) for tiles, form in ((8, 1), (8, 3), (16, 3))], ids=str)
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(16, 256, 1), (40, 96, 20), (560, 320, 33), (24, 928, 63), (24, 256, 130)])
 def test_products_of_other_forms_by_warpgroups(run, rows, columns, tokens, shape):
     """Every count of pairs, more stages than the ring holds, a second and a third item."""

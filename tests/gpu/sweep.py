@@ -32,12 +32,14 @@ def boundary(setting: Setting) -> dict[str, Forms]:
     from engine.ops.hyper_boundary import HYPER_BOUNDARY
     from engine.ops.triton.hyper_boundary import Division, division, launch
 
-    best = Division(64, 64, 80, 1024, True, 4, 4)
+    best = division(4096)
     tried = [
-        best, replace(best, recent=True), replace(best, recent=True, steps=40), replace(best, recent=True, steps=160),
-        replace(best, recent=True, rows=128, warps=8), replace(best, recent=True, stages=5), replace(best, recent=True, chunk=2048),
-        replace(best, recent=True, chunk=512), replace(best, recent=True, rows=32), replace(best, recent=True, early=True),
-    ]  # fmt: skip
+        best,
+        replace(best, registers=64),
+        replace(best, stages=4),
+        replace(best, registers=64, chunk=2048),
+        replace(best, registers=48),
+    ]
     found: dict[str, Forms] = {}
     for rows in (2,) if setting.small else (1, 8, 64, 4096):
         sets = boundary_inputs(setting, rows, 4 if rows <= 64 else 1)
@@ -47,12 +49,8 @@ def boundary(setting: Setting) -> dict[str, Forms]:
             calls = [partial(launch, *inputs, divided) for inputs in sets]
             return calls, lambda: max(relative_error(getattr(calls[0](), name), getattr(wanted, name)) for name in ("h", "x", "comb"))
 
-        few = [
-            division(rows),
-            replace(division(rows), early=True),
-            Division(16, 256, 1, 4096, early=True),
-            Division(16, 128, 1, 4096, early=True),
-        ]
+        own = division(rows)
+        few = [own, replace(own, early=False), replace(own, chunk=1024), replace(own, chunk=8192)]
         found[f"boundary, {rows} rows"] = {str(divided)[8:]: form(divided) for divided in (few if rows <= 64 else tried)}
     return found
 
@@ -91,8 +89,7 @@ def compress(setting: Setting) -> dict[str, Forms]:
     for tokens in (8,) if setting.small else (8, 4096):
         problem = compress_problem(setting, tokens)
         tried = [
-            Tuning(), Tuning(early=True), Tuning(early=True, key_warps=8), Tuning(early=True, step=64, stages=3),
-            Tuning(early=True, step=256, stages=2), Tuning(early=True, warps=2), Tuning(early=True, entries=2),
+            Tuning(), Tuning(early=True), Tuning(warps=2), Tuning(entries=2),
         ]  # fmt: skip
 
         def form(tuning: Tuning, problem=problem) -> tuple[Sequence[Call], Callable[[], float]]:
@@ -111,10 +108,8 @@ def experts(setting: Setting) -> dict[str, Forms]:
     from engine.ops.packed_experts import PACKED_EXPERTS
 
     shapes = {
-        "8 warps, 16 tiles": Shape(16, warpgroups=True), "16 warps, 16 tiles": Shape(16, warpgroups=True, form=3),
-        "8 warps mixed, 16 tiles": Shape(16, warpgroups=True, form=5), "16 warps mixed, 16 tiles": Shape(16, warpgroups=True, form=7),
-        "8 warps, 8 tiles": Shape(8, warpgroups=True), "16 warps mixed, 8 tiles": Shape(8, warpgroups=True, form=7),
-        "mma.sync, 4 tiles": Shape(4),
+        "16 tiles": Shape(16, warpgroups=True), "16 tiles, ahead": Shape(16, warpgroups=True, form=3),
+        "8 tiles": Shape(8, warpgroups=True), "8 tiles, ahead": Shape(8, warpgroups=True, form=3), "mma.sync, 4 tiles": Shape(4),
     }  # fmt: skip
     found: dict[str, Forms] = {}
     for tokens, share in ((256, 48), (512, 48), (1024, 0), (4096, 0), (32_768, 0)):
