@@ -239,7 +239,7 @@ class Division:
     """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
     `write_and_read` at a time. terms: the mixing matrix is split once for all programs, so that none passes it through registers. warps,
     stages: of `mix`. recent: new streams are kept in the L2 cache and read from there, as far as they fit. early: kernels begin
-    while those before them end.
+    while those before them end. registers: of a thread of `write_and_read` at most, 0 for what it likes.
     """
 
     rows: int
@@ -251,20 +251,22 @@ class Division:
     stages: int = 3
     recent: bool = False
     early: bool = False
+    registers: int = 0
 
 
 def division(rows: int) -> Division:
-    """Few rows: many short programs and much of a row at once, for latency. Many rows: longer programs, so that the mixing matrix is
-    read less often, and shorter chunks, of which several rows fit a multiprocessor.
+    """Few rows: many programs of one step, whose part of the mixing matrix comes while streams are written, and much of a row at once, for
+    latency. Many rows: longer programs, so that the mixing matrix is read less often, and shorter chunks, of which several rows fit a
+    multiprocessor.
     """
     chunk = 4096 if rows <= _FEW_ROWS else 1024
     if rows <= 64:
-        return Division(16, 128, 2, chunk)
+        return Division(16, 256, 1, chunk, early=True)
     if rows <= 512:
-        return Division(16, 128, 8, chunk)
+        return Division(16, 128, 8, chunk, early=True)
     if rows < _MANY_ROWS:
-        return Division(64, 64, 40, chunk)
-    return Division(64, 64, 80, chunk, terms=True, stages=4)
+        return Division(64, 64, 40, chunk, early=True)
+    return Division(64, 64, 80, chunk, terms=True, stages=5, recent=True, early=True)
 
 
 def fixed_division(rows: int) -> Division:
@@ -272,7 +274,7 @@ def fixed_division(rows: int) -> Division:
     together (17.4 µs for 16.6 at one row, 272 for 193 at 4,096; longer programs gain there what they cost here). Rows of a program may
     differ.
     """
-    return Division(16, 128, 2, 1024, early=True) if rows <= 512 else Division(64, 128, 2, 1024, terms=True)
+    return Division(16, 128, 2, 1024, early=True) if rows <= 512 else Division(64, 128, 2, 1024, terms=True, recent=True, early=True)
 
 
 def launch_invariant(h: Tensor, written: Written | None, mixer: Mixer | None, pre: Tensor, norm: Tensor, eps: float) -> Boundary:
@@ -342,7 +344,7 @@ class _Work:
             write_and_read[(rows,)](
                 h, y, post, comb, pre, self.norm, self.new_h, x, self.squares, width, self.eps, self.written is not None, block,
                 "evict_first" if self.divided.recent else "", self.early,
-                num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
+                num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False, **_bounded(self.divided.registers),
             )  # fmt: skip
 
     def mix(self) -> None:
@@ -377,3 +379,7 @@ class _Work:
 def _launched(early: bool) -> dict[str, bool]:
     """Options of a kernel that begins early; Triton for other devices than NVIDIA's does not know them."""
     return {"launch_pdl": True} if early else {}
+
+
+def _bounded(registers: int) -> dict[str, int]:
+    return {"maxnreg": registers} if registers else {}

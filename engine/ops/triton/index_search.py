@@ -179,9 +179,7 @@ def search(
         scores = score(query, keys, part, columns, allowed, block_size)
         count = query.count[part]
         if num_kept:
-            visible = torch.arange(columns, device=scores.device) < count[:, None]
-            best = best_of_blocks(scores.masked_fill_(~visible, float("-inf")), count, block_size)
-            blocks.append(select(best, num_kept, None))
+            blocks.append(select(best_blocks(scores, count, block_size), num_kept, None))
         picked = select(scores, topk, count if allowed is None else None)
         picks.append(picked if allowed is None else _restricted(picked, allowed[part], block_size))
     found = torch.cat(picks) if len(picks) > 1 else picks[0]
