@@ -41,7 +41,7 @@ def boundary(setting: Setting) -> dict[str, Forms]:
         replace(best, registers=48),
     ]
     found: dict[str, Forms] = {}
-    for rows in (2,) if setting.small else (1, 8, 64, 4096):
+    for rows in (2,) if setting.small else (1, 64, 4096):
         sets = boundary_inputs(setting, rows, 4 if rows <= 64 else 1)
         wanted = HYPER_BOUNDARY.reference(*sets[0])
 
@@ -112,7 +112,7 @@ def experts(setting: Setting) -> dict[str, Forms]:
         "8 tiles": Shape(8, warpgroups=True), "8 tiles, ahead": Shape(8, warpgroups=True, form=3), "mma.sync, 4 tiles": Shape(4),
     }  # fmt: skip
     found: dict[str, Forms] = {}
-    for tokens, share in ((256, 48), (512, 48), (1024, 0), (4096, 0), (32_768, 0)):
+    for tokens, share in ((256, 48), (2048, 0), (4096, 0)):
         x, ids, weights, packed, limit = expert_problem(setting, tokens)
         if share:
             ids = ids % share
@@ -136,7 +136,7 @@ def experts(setting: Setting) -> dict[str, Forms]:
 
             return [call], lambda: 0.0 if call().isfinite().all() else 1.0
 
-        mine = {name: shape for name, shape in shapes.items() if tokens <= 1024 or "mma" not in name}
+        mine = {name: shape for name, shape in shapes.items() if tokens <= 2048 or "mma" not in name}
         found[f"experts, {tokens} tokens{f' of {share}' if share else ''}"] = {
             **{name: form(shape) for name, shape in mine.items()},
             **{f"{name}, routed alone": routed(shape) for name, shape in mine.items() if share},
