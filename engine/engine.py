@@ -7,57 +7,35 @@ import random
 import time
 from array import array
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from engine.batch import Batch, StepKind
-from engine.cache_contract import NoPrefixCache, PrefixCacheLike
+from engine.assembly import build_cache, load_runner, make_drafter, overlaps_steps, path_of, scheduler_limits
+from engine.batch import StepKind
 from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
-from engine.drafter import Drafter, DrafterLike
+from engine.drafter import DrafterLike
 from engine.errors import RequestError
 from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
-from engine.models.draft import Choose, DraftSlice
 from engine.pipeline import Pipeline
 from engine.prefill_gate import PrefillGate, VoteRule
-from engine.process_env import resolve_threads
 from engine.request import FinishReason, Output, Request, Sequence
+from engine.request_check import check_ids
+from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.spec_lengths import ThroughputLength
-from engine.step import SchedulerLimits, Step
+from engine.step import Step
 from engine.step_runner import StepRunner
 from engine.step_timing import MEASURE_S, measure, step_timer
 from engine.stream import CallerStream, Stream, WorkerStream
 from engine.structured_output import Matcher
-from engine.token_range import first_outside, pack_ids
 from engine.tokenizer import Tokenizer
 from hicache.config import HiCacheConfig
 from hicache.replay import check_replay
 from hicache.segment import CacheHome
 
 GRAMMAR_WAIT_S = 0.002  # how long a step without other work waits for a grammar that is being compiled
-
-
-class Runner(Protocol):
-    """What the engine needs of a model runner: `run(batch)` gives [R, V] fp32 logits, `run_greedy` these or each row's largest.
-
-    `join` is called instead when this rank has no rows in a step of others. One whose `limits.draft_block_size` is above 0 has `draft`
-    as well, see `engine/drafter.py`.
-    """
-
-    limits: Any
-    kv: Any
-
-    def run(self, batch: Batch) -> Any: ...
-
-    def run_greedy(self, batch: Batch) -> Any: ...
-
-    def draft(self, slices: list[DraftSlice], choose: Choose | None = None) -> Any: ...
-
-    def draft_greedy(self, slices: list[DraftSlice]) -> Any: ...
-
-    def join(self, kind: StepKind) -> None: ...
 
 
 class Engine:
@@ -85,19 +63,17 @@ class Engine:
         self.group: Group = SoloGroup() if group is None else group
         self.config = config
         self.clock = clock
-        self.runner = _load_runner(config, on_progress, self.group) if runner is None else runner
+        self.runner = load_runner(config, on_progress, self.group) if runner is None else runner
         self.limits = self.runner.limits
-        self.cache: PrefixCacheLike = (
-            _build_cache(hicache, self.runner, config.dp if cache_home is None else cache_home.ranks, cache_home) or NoPrefixCache()
-        )
+        self.cache = build_cache(hicache, self.runner, config.dp if cache_home is None else cache_home.ranks, cache_home)
         self.idle = False
         self._steps = 0
         self._next_seq_id = 0
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
-        drafter = _drafter(config, self.runner)
-        limits = _scheduler_limits(config, self.limits, self.runner.kv.block_size, drafter)
+        drafter = make_drafter(config, self.runner)
+        limits = scheduler_limits(config, self.limits, self.runner.kv.block_size, drafter)
         sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
-        self.overlaps = _overlaps(config, self.limits.device, drafter)
+        self.overlaps = overlaps_steps(config, self.limits.device, drafter)
         # Enqueueing for a GPU leaves the caller free. Drafts need the host between two steps, and a CPU computes in a thread.
         in_caller = not self.overlaps or (self.limits.device == "cuda" and drafter is None)
         self._step_runner = StepRunner(self.runner, sampler, drafter, limits.history_len, keep_on_device=self.overlaps and in_caller)
@@ -122,24 +98,7 @@ class Engine:
 
     def _checked(self, request: Request) -> array[int] | None:
         """`check_request`. Returns the prompt as machine integers, which whoever hashes it would make once more."""
-        prompt = request.prompt_token_ids
-        vocab_size = self.limits.vocab_size
-        if not prompt:
-            raise RequestError("the prompt has no tokens", hint="send at least one token")
-        if len(prompt) > self.limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the limit is {self.limits.max_model_len}",
-                hint="shorten the prompt or raise --max-model-len",
-            )
-        packed = pack_ids(prompt)
-        for what, ids, integers in (
-            ("token id", prompt, packed),
-            ("logit_bias id", request.params.logit_bias, pack_ids(request.params.logit_bias)),
-            ("stop token id", request.params.stop_token_ids, pack_ids(request.params.stop_token_ids)),
-        ):
-            bad = first_outside(ids, integers, vocab_size)
-            if bad is not None:
-                raise RequestError(f"{what} {bad} is outside the vocabulary", hint=f"ids are 0 to {vocab_size - 1}")
+        packed = check_ids(request, self.limits)
         if request.request_id in self.scheduler or request.request_id in self.grammars:
             raise RequestError(f"request id {request.request_id!r} is in use", hint="give every request its own id")
         return packed
@@ -262,7 +221,7 @@ class Engine:
     def _measure_costs(self) -> None:
         """Take the cost curve of the model's present path, on blocks and slots that nobody owns. None free: ask again later."""
         drafter = self.drafter
-        if drafter is None or not self.config.enable_mtp_varlen or self._measured_path == _path_of(self.runner):
+        if drafter is None or not self.config.enable_mtp_varlen or self._measured_path == path_of(self.runner):
             return
         self._land()
         pools = self.scheduler.blocks
@@ -273,14 +232,14 @@ class Engine:
             count, budget_s = -self.group.max([-count])[0], math.inf
         if count == 0:
             return
-        timer = step_timer(_path_of(self.runner))
+        timer = step_timer(path_of(self.runner))
         self._step_runner.time_with(timer)
         slots, blocks = pools.slots.allocate(count), pools.blocks.allocate(count * per_seq)
         places = [(slot, blocks[i * per_seq : (i + 1) * per_seq]) for i, slot in enumerate(slots)]
         drafter.policy = ThroughputLength(
             measure(self.runner, drafter.max_drafts, places, budget_s=budget_s, timer=timer), drafter.max_drafts
         )
-        self._measured_path = _path_of(self.runner)
+        self._measured_path = path_of(self.runner)
         pools.blocks.free_all(blocks)
         pools.slots.free_all(slots)
 
@@ -356,65 +315,3 @@ class Engine:
         if hasattr(self.runner, "drop_recordings"):
             self.runner.drop_recordings()
         self.group.close()
-
-
-def _load_runner(config: EngineConfig, on_progress: Callable[[str, float], None] | None, group: Group) -> Runner:
-    import torch
-
-    from engine.model_runner import ModelRunner  # the model's modules load only when a model is wanted
-
-    # Threads share elementwise work by elements: which of them a vector loop leaves to other code would depend on the batch.
-    torch.set_num_threads(1 if config.batch_invariant else resolve_threads(config.num_threads, config.dp))
-    return ModelRunner(config, draft=config.spec and config.num_draft_tokens > 0, on_progress=on_progress, group=group)
-
-
-def _overlaps(config: EngineConfig, device: str, drafter: Drafter | None) -> bool:
-    """Whether scheduling overlaps computing. It takes a tenth off a recorded decode step of 64 rows on a GPU. In a thread beside a CPU, or
-    with drafts, nothing has been measured that is more than noise."""
-    if config.zero_overhead_scheduling == "auto":
-        return device == "cuda" and drafter is None
-    return config.zero_overhead_scheduling is True
-
-
-def _drafter(config: EngineConfig, runner: Any) -> Drafter | None:
-    """None when speculation is off or the model has no draft stages."""
-    num_drafts = min(config.num_draft_tokens, runner.limits.draft_block_size) if config.spec else 0
-    if num_drafts == 0:
-        return None
-    return Drafter(runner, num_drafts, _end_token_ids(runner.limits), temperatures=config.confidence_temperatures(num_drafts))
-
-
-def _path_of(runner: Any) -> str:
-    """Names how the model runs; another path costs something else. Runners with one path need no name."""
-    path: str = getattr(runner, "path", "only")
-    return path
-
-
-def _build_cache(hicache: HiCacheConfig, runner: Runner, ranks: int, home: CacheHome | None) -> PrefixCacheLike | None:
-    if not hicache.enabled:
-        return None
-    from engine.cache_start import build_prefix_cache
-
-    return build_prefix_cache(hicache, runner.kv, runner.limits, ranks, home)
-
-
-def _end_token_ids(limits: Any) -> frozenset[int]:
-    eos = limits.eos_token_id
-    return frozenset([eos] if isinstance(eos, int) else eos or ())
-
-
-def _scheduler_limits(config: EngineConfig, limits: Any, block_size: int, drafter: Drafter | None) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        num_blocks=limits.num_blocks,
-        num_state_slots=limits.num_state_slots,
-        block_size=block_size,
-        eos_token_ids=_end_token_ids(limits),
-        history_len=limits.ngram_history,
-        chunked_prefill=config.chunked_prefill,
-        stop_preempted_request=config.stop_preempted_request,
-        max_drafts=0 if drafter is None else drafter.max_drafts,
-        part=getattr(limits, "part", 0),
-    )

@@ -11,20 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from csrc.loader import BuildError
 from engine.batch import Batch, StepKind
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, GroupRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
-from engine.errors import CheckpointError, MachineError
 from engine.exact_sums import ExactSums
 from engine.kv_cache import KVCache
 from engine.limits import check_settings, resolve_cache_shape, resolve_device, resolve_limits, resolve_precision
-from engine.loader import RandomWeights, open_checkpoint
-from engine.models.config import ModelConfig, load_config
-from engine.models.deepseek_v41 import DeepseekV41
-from engine.models.draft import Choose, DraftModel, DraftOutput, DraftSlice
-from engine.models.engram_tables import token_map, tokenizer_size
+from engine.model_weights import load_model, rotary_frequencies
+from engine.models.config import load_config
+from engine.models.draft import Choose, DraftOutput, DraftSlice
 from engine.models.inputs import InputBuilder, StepInputs, Truncation
 from engine.models.native_experts import NativeExperts
 from engine.models.native_model import NativeModel
@@ -35,11 +31,10 @@ from engine.models.shared_inputs import SharedPrefill, make_shared_prefill
 from engine.models.static_inputs import StaticInputs
 from engine.native_start import NativeStart
 from engine.ops.registry import failing_op, select
-from engine.ops.rope import plain_frequencies, yarn_frequencies
 from engine.parallel.balancer import Balancer, BalanceSettings
 from engine.parallel.expert_exchange import ExpertExchange
 from engine.parallel.expert_setup import make_exchange
-from engine.placed_weights import PlacedWeights
+from engine.path_agreement import PathAgreement
 from engine.process_env import prefill_threads
 from engine.readout import Largest
 from engine.recorded_steps import RecordedDecode, RecordedDraft
@@ -80,13 +75,13 @@ class ModelRunner:
         numerics = Numerics.of(precision, packed_weights, keeps_packed_rows(config, precision, device), config.batch_invariant)
         self.config, self.model_config = config, model
         self._exchange = make_exchange(config, model.text, numerics, device, group)
-        self.backbone, self._draft, self.token_map = _load(path, config, model, numerics, device, on_progress, self._exchange)
+        self.backbone, self._draft, self.token_map = load_model(path, config, model, numerics, device, on_progress, self._exchange)
         self._drafting = draft and self._draft is not None
         shape = resolve_cache_shape(config, model, numerics, device, self._drafting)
         self.limits = resolve_limits(config, model, shape, precision, device, path, 0 if group is None else group.rank % config.cp)
         self.kv = KVCache(model.text, numerics, shape, device)
         self._truncation = Truncation(self.limits.mode, self.limits.keep_tokens)
-        self.frequencies = _frequencies(model, device)
+        self.frequencies = rotary_frequencies(model, device)
         self._inputs = InputBuilder(model.text, self.kv, self.token_map, *self.frequencies)
         self._shared = make_shared_prefill(config, group, model.text, self.kv, self.token_map, self.frequencies)
         self._decode: RecordedDecode | None = None
@@ -104,7 +99,7 @@ class ModelRunner:
             log.info("steps are not recorded: %s", reason)
 
         together = self._exchange is not None or self._shared is not None
-        agreement = _PathAgreement(group if together else None)
+        agreement = PathAgreement(group if together else None)
 
         def bind(library: ctypes.CDLL) -> NativeModel:
             agreement.reach(True)
@@ -330,81 +325,3 @@ class ModelRunner:
         """How eager steps multiply: fp32 profiles are references, and on a GPU only exact sums keep a library's order out of them."""
         reference = self.limits.device == "cuda" and self.limits.precision in (Precision.F, Precision.FQ)
         return ExactSums() if reference else nullcontext()
-
-
-class _PathAgreement:
-    """Ranks that share experts or prompts run compiled steps together or not at all. Each casts two votes while the runners are made:
-    whether it could, and whether it does."""
-
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
-        self._reached = False
-
-    def reach(self, ready: bool) -> None:
-        """Raises BuildError when this rank is ready and another is not."""
-        if self._group is None:
-            return
-        self._reached = True
-        [somebody_waits] = self._group.max([int(not ready)])
-        if ready and somebody_waits:
-            raise BuildError("another rank cannot run compiled steps", hint="see its log")
-
-    def conclude(self, native: NativeStart) -> None:
-        """Tell the others about a failure before the first vote, or learn of one behind it.
-
-        Raises:
-            MachineError: the ranks' paths differ.
-        """
-        if self._group is None:
-            return
-        if native.model is None and not self._reached:
-            self.reach(False)
-        compiled = native.model is not None
-        if self._group.max([int(compiled), int(not compiled)]) == [1, 1]:
-            raise MachineError(
-                f"some ranks run compiled steps and some do not (here: {native.status})",
-                hint="see the ranks' logs, or start with --set engine.enforce_eager=true",
-            )
-
-
-def _load(
-    path: Path,
-    config: EngineConfig,
-    model: ModelConfig,
-    numerics: Numerics,
-    device: str,
-    on_progress: Callable[[str, float], None] | None,
-    exchange: ExpertExchange | None,
-) -> tuple[DeepseekV41, DraftModel | None, list[int]]:
-    text = model.text
-    dummy = config.load_format == "dummy"
-    source = RandomWeights(model, config.seed, on_progress, device) if dummy else open_checkpoint(path, model, on_progress)
-    mapping = _token_map(path, model, dummy)
-    pad = mapping[text.engram_pad_token_id] if text.engram_layer_ids else 0
-    placed = PlacedWeights(source, device)
-    backbone = DeepseekV41.load(placed, text, numerics, pad, exchange)
-    draft = DraftModel.load(placed, text, numerics)
-    assert not source.unread, f"weights that nothing uses: {sorted(source.unread)[:5]}"
-    return backbone, draft, mapping
-
-
-def _token_map(path: Path, model: ModelConfig, dummy: bool) -> list[int]:
-    text = model.text
-    if not text.engram_layer_ids:
-        return list(range(text.vocab_size))
-    try:
-        return token_map(path, text.vocab_size, text.engram_compressed_vocab_size)
-    except CheckpointError:
-        # Random weights need no meaningful n-gram ids, only ids in range.
-        if dummy and tokenizer_size(path) is None:
-            return [i % text.engram_compressed_vocab_size for i in range(text.vocab_size)]
-        raise
-
-
-def _frequencies(model: ModelConfig, device: str) -> tuple[Tensor, Tensor]:
-    text, yarn = model.text, model.text.rope_scaling
-    plain = plain_frequencies(text.qk_rope_head_dim, text.rope_theta)
-    scaled = yarn_frequencies(
-        text.qk_rope_head_dim, text.compress_rope_theta, yarn.factor, yarn.beta_fast, yarn.beta_slow, yarn.original_max_position_embeddings
-    )
-    return plain.to(device), scaled.to(device)

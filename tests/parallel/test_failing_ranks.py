@@ -39,7 +39,7 @@ def failing(error):
 RECORDED = ("buffers", "draft buffers", "recorded step")
 if rank == 1:
     if what == "weights":
-        model_runner._load = failing(MemoryError("no room for weights"))
+        model_runner.load_model = failing(MemoryError("no room for weights"))
     elif what == "cache":
         model_runner.KVCache = failing(RuntimeError("no room for the cache"))
     elif what == "buffers":
