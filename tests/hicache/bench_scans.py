@@ -4,8 +4,9 @@
 
 Workloads: `sessions`, the recorded AgentX sessions of the tests, a dozen at a time out of sixty copies; `scans`, those and as many one-off
 prompts that fill a third of the arena; `crowd`, those and four times as many short one-off prompts; `returning`, one-off prompts that all
-come a second time, once; `shared`, no sessions but questions asked once below one of eighty system prompts. Prints hit tokens as a share of
-what any cache could hit (mean of the seeds), by frames of the arena.
+come a second time, once; `shared`, no sessions but questions asked once below one of eighty system prompts; `large`, three sessions at a
+time that begin with prompts of 28 % of the arena. Prints hit tokens as a share of what any cache could hit (mean of the seeds), by frames of
+the arena.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def one_off(rng: random.Random, num_tokens: int) -> TracePrompt:
 
 
 def sessions(rng: random.Random) -> Iterator[TracePrompt]:
-    """Turns of a dozen sessions in turn; where one ends the next begins."""
+    """Turns of a dozen recorded sessions in turn."""
     waiting: list[list[TracePrompt]] = []
     for path in sorted(TRACES.glob("*.json")):
         for number in range(COPIES):
@@ -46,7 +47,12 @@ def sessions(rng: random.Random) -> Iterator[TracePrompt]:
             document.update(id=f"{document['id']}-{number}", hash_id_scope="local")
             waiting.append(list(trace_prompts(document))[::-1])
     rng.shuffle(waiting)
-    running = [waiting.pop() for _ in range(AT_ONCE)]
+    return in_turn(rng, waiting, AT_ONCE)
+
+
+def in_turn(rng: random.Random, waiting: list[list[TracePrompt]], at_once: int) -> Iterator[TracePrompt]:
+    """Turns of some sessions, each with its last turn first; where one ends the next begins."""
+    running = [waiting.pop() for _ in range(at_once)]
     while running:
         at = rng.randrange(len(running))
         yield running[at].pop()
@@ -83,12 +89,23 @@ def shared(rng: random.Random) -> list[TracePrompt]:
     return [TracePrompt(text + [rng.randrange(2**31) for _ in range(rng.randrange(200, 900))], len(text)) for text in chosen]
 
 
+def large(rng: random.Random, frames: int, at_once: int = 3) -> list[TracePrompt]:
+    """Sessions too large for the arena, which grow by 1,200 tokens a turn."""
+    waiting = []
+    for _ in range(4 * at_once):
+        tokens = [rng.randrange(2**31) for _ in range(frames * 28 // 100 * 128 + 8 * 1_200)]
+        waiting.append([TracePrompt(tokens[: len(tokens) - 1_200 * turns]) for turns in range(1, 9)])
+    return list(in_turn(rng, waiting, at_once))
+
+
 WORKLOADS: dict[str, Callable[[random.Random, int], list[TracePrompt]]] = {
     "sessions": lambda rng, frames: list(sessions(rng)),
     "scans": lambda rng, frames: mixed(rng, 0.1, frames // 3 * 128),
     "crowd": lambda rng, frames: mixed(rng, 4, 600),
     "returning": lambda rng, frames: returning(rng, 600),
     "shared": lambda rng, frames: shared(rng),
+    "large": large,
+    "large, four at a time": lambda rng, frames: large(rng, frames, 4),
 }
 
 
