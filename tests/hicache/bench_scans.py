@@ -5,8 +5,8 @@
 Workloads: `sessions`, the recorded AgentX sessions of the tests, a dozen at a time out of sixty copies; `scans`, those and as many one-off
 prompts that fill a third of the arena; `crowd`, those and four times as many short one-off prompts; `returning`, one-off prompts that all
 come a second time, once; `shared`, no sessions but questions asked once below one of eighty system prompts; `large`, three sessions at a
-time that begin with prompts of 28 % of the arena. Prints hit tokens as a share of what any cache could hit (mean of the seeds), by frames of
-the arena.
+time that begin with prompts of 28 % of the arena. Prints hit tokens as a share of what any cache could hit (mean of the seeds), by frames
+of the arena.
 """
 
 from __future__ import annotations
