@@ -34,20 +34,30 @@ __device__ __forceinline__ T over_slots(const T (&slots)[kBlocks], Combine combi
     return all;
 }
 
-// Sum over the threads before this one. buffer: a number per thread.
+// Sum over the threads before this one, and over all of them. scratch: one number per warp.
 template <int kThreads, class T>
-__device__ __forceinline__ T sum_before(T value, T* buffer) {
-    const int thread = threadIdx.x;
-    sync_block();
-    buffer[thread] = value;
-    sync_block();
-    for (int step = 1; step < kThreads; step *= 2) {
-        const T below = thread >= step ? buffer[thread - step] : 0;
-        sync_block();
-        buffer[thread] += below;
-        sync_block();
+__device__ __forceinline__ T sum_before(T value, T* scratch, T& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    T sum = value;
+    for (int step = 1; step < 32; step *= 2) {
+        const T below = shuffle_up(sum, step);
+        sum += lane >= step ? below : 0;
     }
-    return buffer[thread] - value;
+    sync_block();  // others may still read what was there
+    if (lane == 31) scratch[warp] = sum;
+    sync_block();
+    T before = 0;
+    total = 0;
+    for (int other = 0; other < kThreads / 32; ++other) {
+        if (other < warp) before += scratch[other];
+        total += scratch[other];
+    }
+    return before + sum - value;
+}
+template <int kThreads, class T>
+__device__ __forceinline__ T sum_before(T value, T* scratch) {
+    T total;
+    return sum_before<kThreads>(value, scratch, total);
 }
 
 // Places of `count` in their order, as many to every thread: [begin, end). An odd number, so that threads meet in no bank of shared memory.

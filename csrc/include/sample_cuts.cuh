@@ -14,7 +14,7 @@ template <int kThreads>
 struct alignas(16) CutBoard {
     unsigned counts[kBins], masses[kBins];
     uint64_t sums[kBins];  // of all blocks, at rank 0
-    uint64_t buffer[kThreads];
+    uint64_t buffer[kThreads / 32];
     uint32_t scratch[kThreads / 32];
     int level_scratch[kThreads / 32];
     uint32_t ties[kPieces];

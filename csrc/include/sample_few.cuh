@@ -15,7 +15,7 @@ struct alignas(16) FewBoard {
     unsigned counts[kSteps];
     uint64_t keys[kFew];  // level, and the lower ids first: larger before smaller is the filters' order
     uint32_t weights[kFew];
-    int sums[kSteps];
+    int stays[kFew], sums[32];
     int count, step, kept, found;
     int open;  // more may stay than were collected
 };
@@ -93,12 +93,12 @@ __device__ __forceinline__ void filter_few(FewBoard& few, int64_t most, int64_t 
             before += first;
             mass += first ? few.weights[j] : 0;
         }
-        few.sums[i] = before < count_limit && mass <= most && few_chance(key) >= least;
-        stay += few.sums[i];
+        few.stays[i] = before < count_limit && mass <= most && few_chance(key) >= least;
+        stay += few.stays[i];
     }
     sync_block();
     for (int i = threadIdx.x; i < count; i += kThreads) {
-        if (few.sums[i] != 0) continue;
+        if (few.stays[i] != 0) continue;
         few.weights[i] = 0;
         few.keys[i] &= 0xFFFFFFFFu;
     }

@@ -24,7 +24,8 @@ struct SampleRows {
     const float* min_p;        // [R]; 0 for none
     int64_t row_stride;
     int num_rows, num_ids;
-    int streams, draws;  // whether rows may be read as a stream (greedy ones, races without filters), and whether others may be there
+    // Threads of a block for rows that are read as a stream (greedy ones, races without filters) and for others, 128, 256 or 512; 0: no such rows.
+    int streams, draws;
 };
 
 constexpr int kNoId = 0x7FFFFFFF;
@@ -113,7 +114,7 @@ struct alignas(16) Board {
     float sums[kPieces], sum_scratch[kThreads / 32];
     int time_ids[kPieces], id_scratch[kThreads / 32];
     uint32_t weights[kPieces], weight_scratch[kThreads / 32];
-    uint32_t buffer[kThreads];
+    uint32_t buffer[kThreads / 32];
     int64_t left;
     int share, found;
 };

@@ -90,6 +90,11 @@ template <class T>
 __device__ __forceinline__ T shuffle_xor(T x, int mask) {
     return __shfl_xor_sync(0xFFFFFFFFu, x, mask);
 }
+// From the lane so many below; its own number where there is none.
+template <class T>
+__device__ __forceinline__ T shuffle_up(T x, int lanes) {
+    return __shfl_up_sync(0xFFFFFFFFu, x, lanes);
+}
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xFFFFFFFFu, x); }
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
 

@@ -159,20 +159,23 @@ __global__ void DIX_CLUSTER(kPieces) __launch_bounds__(kThreads) draw_rows(const
 
 }  // namespace dix
 
-// threads: of a block, 128, 256 or 512. Returns a cudaError_t.
-extern "C" int dix_sample_rows(const dix::SampleRows* p, int threads, void* stream) {
+// Returns a cudaError_t.
+extern "C" int dix_sample_rows(const dix::SampleRows* p, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
     if (p->num_ids < 1) return cudaErrorInvalidValue;
     if (p->num_rows == 0) return cudaSuccess;
     const int piece = piece_size(p->num_ids), grid = p->num_rows * kPieces;
+#define DIX_STREAM(count) \
+    if (p->streams == count) DIX_LAUNCH_CLUSTERS(stream_rows<count>, kPieces, grid, count, sizeof(Board<count>), s, *p);
+    DIX_STREAM(128)
+    DIX_STREAM(256)
+    DIX_STREAM(512)
+#undef DIX_STREAM
+    if (p->draws == 0) return cudaGetLastError();
 #define DIX_DRAW(count)                                                                                                       \
-    if (threads == count) {                                                                                                   \
+    if (p->draws == count) {                                                                                                  \
         if (share_size<count>(piece) > count) return cudaErrorInvalidValue;                                                   \
-        if (p->streams) {                                                                                                     \
-            DIX_LAUNCH_CLUSTERS(stream_rows<count>, kPieces, grid, count, sizeof(Board<count>), s, *p);                       \
-            if (!p->draws) return cudaGetLastError();                                                                         \
-        }                                                                                                                     \
         const int bytes = sizeof(Board<count>) + (p->top_p != nullptr ? sizeof(Filters<count>) : 0) + piece * 4;              \
         /* The attribute belongs to the device, not to the process. */                                                        \
         const int status = cudaFuncSetAttribute(draw_rows<count>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);        \

@@ -35,7 +35,7 @@ struct alignas(16) SelectBoard {
         uint2 list[kListed];  // a score in order, and its index
     };
     uint32_t scratch[kThreads / 32];
-    uint64_t buffer[kThreads], buffer_scratch[kThreads / 32];
+    uint64_t sums[kThreads / 32];
     uint64_t totals[kBlocks];
     float lows[kBlocks], highs[kBlocks], scratch_low[kThreads / 32];
     int listed[kBlocks];
@@ -73,7 +73,7 @@ __device__ __forceinline__ void find_digit(SelectBoard<kThreads, kBlocks>& board
     uint64_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) mine += counts[i];
-    int here = before + static_cast<int>(sum_before<kThreads>(mine, board.buffer));
+    int here = before + static_cast<int>(sum_before<kThreads>(mine, board.sums));
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
         const int with = static_cast<int>(counts[i]);
@@ -177,7 +177,7 @@ __device__ __forceinline__ bool find_level(const float* values, int count, int k
     uint64_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) mine += counts[i];
-    int here = static_cast<int>(sum_before<kThreads>(mine, board.buffer));
+    int here = static_cast<int>(sum_before<kThreads>(mine, board.sums));
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
         const int with = static_cast<int>(counts[i]);
@@ -196,8 +196,9 @@ __device__ __forceinline__ int bring(const float* values, int begin, int count, 
     int mine = 0;
 #pragma unroll 8
     for (int i = share.begin; i < share.end; ++i) mine += level.reached(values[i]);
-    int place = static_cast<int>(sum_before<kThreads>(static_cast<uint64_t>(mine), board.buffer));
-    tell_all(static_cast<int>(board.buffer[kThreads - 1]), board.listed);
+    uint64_t total;
+    int place = static_cast<int>(sum_before<kThreads>(static_cast<uint64_t>(mine), board.sums, total));
+    tell_all(static_cast<int>(total), board.listed);
     sync_told();  // and nobody reads bins any more
     int all = 0;
     for (int rank = 0; rank < kBlocks; ++rank) {
@@ -233,7 +234,7 @@ __device__ __forceinline__ uint32_t threshold_of_list(int count, int k, SelectBo
         for (int i = 0; i < kEach; ++i) {
             for (uint32_t digit = 1; digit < 4; ++digit) reach += static_cast<uint64_t>(keys[i] >= (prefix | digit << shift)) << 16 * (digit - 1);
         }
-        reach = over_block<kThreads>(reach, board.buffer_scratch, [](uint64_t a, uint64_t b) { return a + b; });
+        reach = over_block<kThreads>(reach, board.sums, [](uint64_t a, uint64_t b) { return a + b; });
         uint32_t digit = 0;
         while (digit < 3 && static_cast<int>(reach >> 16 * digit & 0xFFFF) >= k) ++digit;
         prefix |= digit << shift;
@@ -252,8 +253,8 @@ __device__ __forceinline__ void write_best(const SelectRows& p, int64_t row, int
         const uint32_t key = key_of(i);
         mine += key > threshold ? 1 : key == threshold && key > kNothing ? uint64_t{1} << 32 : 0;
     }
-    uint64_t before = sum_before<kThreads>(mine, board.buffer);
-    uint64_t everything = board.buffer[kThreads - 1];
+    uint64_t everything;
+    uint64_t before = sum_before<kThreads>(mine, board.sums, everything);
     if (!kAlone) {
         tell_all(everything, board.totals);
         sync_told();

@@ -221,9 +221,9 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
         while (m.round == round) emulator::pass();
     }
 }
-// Every lane of the warp has to come.
+// Every lane of the warp has to come. from: the lane whose number this one takes.
 template <class T>
-T shuffle_xor(T x, int mask) {
+T shuffle(T x, int from) {
     auto& m = emulator::meetings[emulator::current / 32];
     const int lane = emulator::current % 32, round = m.round;
     std::memcpy(&m.shuffled[round % 2][lane], &x, sizeof x);
@@ -233,8 +233,17 @@ T shuffle_xor(T x, int mask) {
     } else {
         while (m.round == round) emulator::pass();
     }
-    std::memcpy(&x, &m.shuffled[round % 2][lane ^ mask], sizeof x);
+    std::memcpy(&x, &m.shuffled[round % 2][from], sizeof x);
     return x;
+}
+template <class T>
+T shuffle_xor(T x, int mask) {
+    return shuffle(x, (emulator::current % 32) ^ mask);
+}
+template <class T>
+T shuffle_up(T x, int lanes) {
+    const int lane = emulator::current % 32;
+    return shuffle(x, lane < lanes ? lane : lane - lanes);
 }
 inline bool any_lane(bool x) {
     int any = x;

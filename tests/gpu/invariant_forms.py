@@ -113,16 +113,13 @@ def attention(setting: Setting) -> Iterator[Problem]:
     for rows in (1, 8, 64, 256, 4096):
         problems = [make_problem(setting, rows, rows == 4096) for _ in range(2 if rows <= 64 else 1)]
 
-        def run(count: int, number: int, problems: Any = problems, part_keys: int = 0, joined: int = 0, halves: bool = False) -> Tensor:
+        def run(count: int, number: int, problems: Any = problems, part_keys: int = 0, joined: int = 0) -> Tensor:
             q, rot, sources, sink = problems[number]
             some = [PackedKeys(s.rows, s.index[:count]) for s in sources]
-            return launch(
-                q[:count], rot[:count], some, sink, q.shape[2] ** -0.5, tuning=Tuning(joined=joined, halves=halves), part_keys=part_keys
-            )
+            return launch(q[:count], rot[:count], some, sink, q.shape[2] ** -0.5, tuning=Tuning(joined=joined), part_keys=part_keys)
 
         forms = {f"parts of {keys}": partial(run, part_keys=keys) for keys in (320, 64, 128, 192, 640)}
         forms |= {f"parts of {keys}, joined": partial(run, part_keys=keys, joined=1) for keys in (320, 192, 128)}
-        forms |= {f"parts of 320, halves, joined={n}": partial(run, part_keys=320, joined=n, halves=True) for n in (0, 1)}
         yield Problem(f"attention, {rows} rows", rows, len(problems), forms | {"free": run})
 
 

@@ -73,8 +73,7 @@ def attention(setting: Setting) -> dict[str, Forms]:
             calls = [partial(launch, *problem, scale, splits, tuning) for problem in problems]
             return calls, lambda: relative_error(calls[0]()[:8], wanted)
 
-        forms = {f"decoders={warps} splits={n}": form(n, Tuning(decoders=warps)) for n in splits for warps in (0, 4)}
-        forms |= {f"halves splits={n}": form(n, Tuning(halves=True)) for n in splits}
+        forms = {f"decoders={warps} splits={n}": form(n, Tuning(decoders=warps)) for n in splits for warps in (0, 4, 8)}
         found[f"attention, {rows} rows{', one sequence' if shared else ''}"] = forms
     return found
 

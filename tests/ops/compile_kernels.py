@@ -77,7 +77,7 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
         _SHAPE | {"HEADS": 64, "N": 64, "ALONE": False, "SECOND_FP8": False, "FAST": True, "STAGES": 2},
         8,
     ),
-    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4}, 4),
+    "combine": (row_attention._combine, _COMBINE, _SHAPE | {"HEADS": 4, "PARTS": 16}, 4),
     "select": (
         select_topk._select,
         _SELECT,
@@ -96,8 +96,6 @@ _LAID_OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "attend hopper": ("row_attention_hopper", {"ALONE": False}),
     "attend roles 4": ("row_attention_roles", {"ALONE": True, "JOINED": False, "DECODERS": 4}),
     "attend joined 4": ("row_attention_roles", {"ALONE": False, "JOINED": True, "DECODERS": 4}),
-    "attend halves": ("row_attention_halves", {"ALONE": True, "JOINED": False, "DECODERS": 4}),
-    "attend joined halves": ("row_attention_halves", {"ALONE": False, "JOINED": True, "DECODERS": 4}),
     "attend roles 8": ("row_attention_roles", {"ALONE": False, "JOINED": False, "DECODERS": 8}),
 }
 
@@ -110,9 +108,7 @@ def compile_kernel(name: str) -> Any:
 
         module, constants = _LAID_OUT[name]
         attend = import_module(f"engine.ops.triton.{module}").attend
-        return triton.compile(
-            _source(GluonASTSource, attend, _HOPPER, constants), target=target, options={"num_warps": 4 if "halves" in name else 8}
-        )
+        return triton.compile(_source(GluonASTSource, attend, _HOPPER, constants), target=target, options={"num_warps": 8})
     kernel, types, constants, warps = KERNELS[name]
     return triton.compile(_source(ASTSource, kernel, types, constants), target=target, options={"num_warps": warps})
 

@@ -16,6 +16,4 @@ def test_kernels_compile_for_sm90_without_a_gpu():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     products = dict(re.findall(r"^(\w[\w ]*?\w)\s+\d+ bytes shared,\s+(\d+) wgmma$", done.stdout, re.MULTILINE))
-    assert all(
-        int(products[name]) > 0 for name in ("attend", "attend hopper", "attend roles 4", "attend roles 8", "attend halves", "score")
-    ), products
+    assert all(int(products[name]) > 0 for name in ("attend", "attend hopper", "attend roles 4", "attend roles 8", "score")), products

@@ -140,7 +140,7 @@ def test_fp32_and_odd_widths_run_the_reference(device, kernel, caplog):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", [{"decoders": 4}, {"decoders": 8}, {"decoders": 0}, {"hopper": False}, {"halves": True}])
+@pytest.mark.parametrize("form", [{"decoders": 4}, {"decoders": 8}, {"decoders": 0}, {"hopper": False}])
 @pytest.mark.parametrize("splits", [0, 1, 3])
 @pytest.mark.parametrize(("num_queries", "window", "entries"), [(1, 128, 512), (8, 100, 300), (300, 128, 512), (3, 128, None), (2, 1, 1)])
 def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window, entries, splits, form):
@@ -152,16 +152,15 @@ def test_kernel_agrees_at_the_released_shape(device, kernel, num_queries, window
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("window", "entries"), [(128, 512), (128, 40), (128, None)])
-@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("part_keys", [128, 320])
-def test_a_program_with_all_parts_of_a_row_gives_the_bits_of_parts_apart(device, kernel, window, entries, part_keys, halves):
+def test_a_program_with_all_parts_of_a_row_gives_the_bits_of_parts_apart(device, kernel, window, entries, part_keys):
     from engine.ops.triton.row_attention import Tuning
 
     problem = Problem(device, 150, REAL, window=window, entries=entries, num_rows=2000)
     for source in problem.sources:
         source.index[:4] = -1
-    apart = problem.run(partial(kernel, tuning=Tuning(joined=0, halves=halves), part_keys=part_keys))
-    assert torch.equal(problem.run(partial(kernel, tuning=Tuning(joined=1, halves=halves), part_keys=part_keys)), apart)
+    apart = problem.run(partial(kernel, tuning=Tuning(joined=0), part_keys=part_keys))
+    assert torch.equal(problem.run(partial(kernel, tuning=Tuning(joined=1), part_keys=part_keys)), apart)
     assert problem.error(partial(kernel, part_keys=part_keys)) <= LIMIT
 
 
@@ -174,8 +173,8 @@ def test_released_shape_survives_absent_rows_and_extremes(device, kernel):
         source.rows[0] = 0xFF
     from engine.ops.triton.row_attention import Tuning
 
-    for splits, halves in product((1, 5), (False, True)):
-        form = partial(kernel, tuning=Tuning(halves=halves))
+    for splits, decoders in product((1, 5), (0, 4)):
+        form = partial(kernel, tuning=Tuning(decoders=decoders))
         got = problem.run(form, splits)
         assert (got[0] == 0).all()
         assert torch.equal(got, problem.run(form, splits))

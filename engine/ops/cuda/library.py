@@ -97,7 +97,7 @@ class Kernels:
             groups=bind(library, "dix_packed_groups", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]) if warpgroups else None,
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
-            sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), number, pointer]),
+            sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),
             scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
             joint_scores=bind(library, "dix_index_scores_joint", [ctypes.POINTER(ScoreArguments), number, pointer]),
             select=bind(library, "dix_select_topk", [ctypes.POINTER(SelectArguments), number, number, pointer]),

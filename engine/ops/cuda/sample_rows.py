@@ -13,8 +13,8 @@ from engine.ops.cuda.packed_gemm import machine
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode
 from engine.ops.triton.fallback import warn_once
 
-# Threads of a block. At 129,280 ids three blocks with their logits fit a multiprocessor, two with what filters need.
-_THREADS, _FILTER_THREADS = 256, 512
+# Threads of a block: of a stream; of a row that is kept, of which three blocks fit a multiprocessor at 129,280 ids; two fit with filters.
+_STREAM_THREADS, _THREADS, _FILTER_THREADS = 128, 256, 512
 MOST_IDS = 8 * 46 * 1024  # eight blocks of a cluster, 184 KiB of logits each beside the histograms of filters
 _HISTOGRAMS = 40 * 1024  # bytes of a block for filters, at most
 
@@ -41,6 +41,9 @@ def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: i
     assert logits.stride(1) == 1, f"rows are not contiguous: {logits.stride()}"
     ids, best = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)
     temperature, modes, numbers = draws.temperature.contiguous(), draws.modes.contiguous(), draws.numbers.contiguous()
+    kinds = frozenset(Mode) if draws.kinds is None else draws.kinds
+    has_streams = bool(kinds & {Mode.GREEDY, Mode.RACE})
+    has_others = Mode.INVERSE in kinds or (draws.filters is not None and Mode.RACE in kinds)
     arguments = SampleArguments(
         logits=logits.data_ptr(),
         temperature=temperature.data_ptr(),
@@ -51,12 +54,11 @@ def run_rows(run: Kernels, stream: int, logits: Tensor, draws: Draws, num_ids: i
         row_stride=logits.stride(0),
         num_rows=rows,
         num_ids=num_ids,
-        streams=int(draws.kinds is None or bool(draws.kinds & {Mode.GREEDY, Mode.RACE})),
-        draws=int(draws.kinds is None or Mode.INVERSE in draws.kinds or (draws.filters is not None and Mode.RACE in draws.kinds)),
+        streams=(threads or _STREAM_THREADS) if has_streams else 0,
+        draws=(threads or (_THREADS if draws.filters is None else _FILTER_THREADS)) if has_others else 0,
     )
     if draws.filters is not None:
         kept = [part.contiguous() for part in (draws.filters.top_p, draws.filters.top_k, draws.filters.min_p)]
         arguments.top_p, arguments.top_k, arguments.min_p = (part.data_ptr() for part in kept)
-    threads = threads or (_THREADS if draws.filters is None else _FILTER_THREADS)
-    check_launch(run.sample(ctypes.byref(arguments), threads, stream), "sample_rows")
+    check_launch(run.sample(ctypes.byref(arguments), stream), "sample_rows")
     return ids, best

@@ -14,6 +14,7 @@ from engine.ops.cuda.packed_gemm import machine
 
 _MOST_ROOM = 16 * 1024  # scores in the shared memory of a block: three blocks fit a multiprocessor
 _LEAST_PIECE = 2048  # scores that are worth a block
+_LISTED_PIECE = 12 * 1024  # scores of a block from which on it pays to bring the best to one block
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Division:
             blocks > 1 and (rows * blocks > 2 * num_processors or columns < blocks * _LEAST_PIECE) and blocks // 2 * _MOST_ROOM >= columns
         ):
             blocks //= 2
-        return Division(512 if blocks == 8 else 256, blocks)
+        piece = columns // blocks
+        return Division(512 if blocks > 1 else 256, blocks, piece >= _LISTED_PIECE)
 
 
 def launch(scores: Tensor, k: int) -> Tensor:

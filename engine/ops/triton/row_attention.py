@@ -28,7 +28,6 @@ class Tuning:
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
     decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
     joined: int = 256  # rows of batch-invariant mode from which on one program has all parts of a row, if some warps decode; 0: never
-    halves: bool = False  # and warpgroups that multiply without each other, of `row_attention_halves`
     keys: int = 64
     stages: int = 2
     warps: int = 8
@@ -161,25 +160,34 @@ def _attend(
 
 
 @triton.jit
-def _combine(rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits, HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr):
-    """Join the parts of a row from its last keys to its first, add the sink, turn back: parts without a key add nothing, however many."""
+def _combine(
+    rot_ptr, sink_ptr, part_ptr, stat_ptr, out_ptr, H, splits,
+    HEADS: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of a row from its last keys to its first, add the sink, turn back: parts without a key add nothing, however many.
+
+    PARTS: are loaded before the first is used; those that there are not count as parts without a key.
+    """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half, known = tl.arange(0, D2), heads < H
     first = row * splits * H + heads
     m = tl.full((HEADS,), -1e30, tl.float32)
-    for split in range(splits):
-        m = tl.maximum(m, tl.load(stat_ptr + (first + split * H) * 2, mask=known, other=-1e30))
+    for base in range(0, splits, PARTS):
+        for i in tl.static_range(PARTS):
+            there = known & (heads * 0 + base + i < splits)  # a tensor, for the interpreter too
+            m = tl.maximum(m, tl.load(stat_ptr + (first + (base + i) * H) * 2, mask=there, other=-1e30))
     den = tl.zeros((HEADS,), tl.float32)
     even = tl.zeros((HEADS, D2), tl.float32)
     odd = tl.zeros((HEADS, D2), tl.float32)
-    for behind in tl.range(splits, num_stages=4):
-        place = first + (splits - 1 - behind) * H
-        share = tl.exp2(tl.load(stat_ptr + place * 2, mask=known, other=-1e30) - m)
-        den = tl.fma(share, tl.load(stat_ptr + place * 2 + 1, mask=known, other=0.0), den)
-        at = part_ptr + place[:, None] * (2 * D2) + half[None, :]
-        even = tl.fma(share[:, None], tl.load(at, mask=known[:, None], other=0.0), even)
-        odd = tl.fma(share[:, None], tl.load(at + D2, mask=known[:, None], other=0.0), odd)
+    for base in range(0, splits, PARTS):
+        for i in tl.static_range(PARTS):
+            there, place = known & (heads * 0 + base + i < splits), first + (splits - 1 - base - i) * H
+            share = tl.exp2(tl.load(stat_ptr + place * 2, mask=there, other=-1e30) - m)
+            den = tl.fma(share, tl.load(stat_ptr + place * 2 + 1, mask=there, other=0.0), den)
+            at = part_ptr + place[:, None] * (2 * D2) + half[None, :]
+            even = tl.fma(share[:, None], tl.load(at, mask=there[:, None], other=0.0), even)
+            odd = tl.fma(share[:, None], tl.load(at + D2, mask=there[:, None], other=0.0), odd)
     factor = SHRINK / (den + tl.exp2(tl.load(sink_ptr + heads, mask=known, other=0.0) * _LOG2E - m))
     _store_output(out_ptr, rot_ptr, row, heads, H, even * factor[:, None], odd * factor[:, None], D2, R2)
 
@@ -261,15 +269,13 @@ def _launch_rows(
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
         joined = joined and tuning.decoders > 0
         roles = {"DECODERS": tuning.decoders, "JOINED": joined} if tuning.decoders else {}
-        if roles and tuning.halves:
-            from engine.ops.triton.row_attention_halves import attend
-        elif roles:
+        if roles:
             from engine.ops.triton.row_attention_roles import attend
         else:
             from engine.ops.triton.row_attention_hopper import attend
         attend[(num_rows, 1 if joined else splits or 1)](
             q.contiguous().view(torch.int32), angles, window.rows, window.index, second.rows, second.index, sink, words, part, stat,
-            num_window, num_second, per, factor, ALONE=not splits, num_warps=4 if tuning.halves else 8, **roles,
+            num_window, num_second, per, factor, ALONE=not splits, num_warps=8, **roles,
         )  # fmt: skip
     else:
         joined = False
@@ -281,8 +287,13 @@ def _launch_rows(
     if splits and not joined:
         few = 1 if num_rows * num_heads <= 1024 else min(4, heads)
         _combine[(num_rows, triton.cdiv(num_heads, few))](
-            angles, sink, part, stat, words, num_heads, splits, HEADS=few, num_warps=4, **shape
+            angles, sink, part, stat, words, num_heads, splits, HEADS=few, PARTS=_parts_at_once(splits), num_warps=4, **shape
         )
+
+
+def _parts_at_once(splits: int) -> int:
+    """How many parts the combining kernel loads before it uses the first: a few numbers, for each of which it is compiled."""
+    return min(16, triton.next_power_of_2(splits))
 
 
 def _is_hopper() -> bool:

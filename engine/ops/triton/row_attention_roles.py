@@ -97,9 +97,7 @@ def _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, tile, step, 
     scores = warpgroup_mma_init(gl.zeros([HEADS, N], gl.float32, _SCORES))
     scores = warpgroup_mma(qe, ke.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma(qo, ko.permute((1, 0)), scores, is_async=True)
-    scores, oe, oo = warpgroup_mma_wait(0, deps=[scores, oe, oo])
-    barrier()
-    mbarrier.arrive(empty.index(buffer ^ 1), count=1, pred=step > 0)
+    scores = warpgroup_mma_wait(0, deps=[scores])
     scores = gl.where(gl.expand_dims(present, 0), scores * scale, float("-inf"))
     top = gl.maximum(m, gl.max(scores, 1))
     shrink = gl.exp2(m - top)
@@ -114,6 +112,9 @@ def _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, tile, step, 
     barrier()
     oe = warpgroup_mma(weights, ke, warpgroup_mma_init(oe), is_async=True)
     oo = warpgroup_mma(weights, ko, warpgroup_mma_init(oo), is_async=True)
+    oe, oo = warpgroup_mma_wait(0, deps=[oe, oo])
+    barrier()
+    mbarrier.arrive(empty.index(buffer), count=1)
     return top, den, oe, oo
 
 
@@ -141,30 +142,27 @@ def _multiply(
 
     m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
     den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
-    oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
-    oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
+    oe = gl.zeros([HEADS, D2], gl.float32, OUTPUT)
+    oo = gl.zeros([HEADS, D2], gl.float32, OUTPUT)
     # One loop for both sources: addresses of operands are kept for one copy of its body.
     for tile in range(begin, end):
         if JOINED:  # noqa: SIM102  the condition below is compiled only then
             if (tile > begin) & ((tile - begin) % per == 0):
-                done_even, done_odd = warpgroup_mma_wait(0, deps=[oe, oo])
                 write_result(
-                    done_even, done_odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, (tile - begin) // per - 1, splits,
+                    oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, (tile - begin) // per - 1, splits,
                     False, OUTPUT, 0, D2, True,
                 )  # fmt: skip
                 m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
                 den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
-                oe = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
-                oo = warpgroup_mma_init(gl.zeros([HEADS, D2], gl.float32, OUTPUT))
+                oe = gl.zeros([HEADS, D2], gl.float32, OUTPUT)
+                oo = gl.zeros([HEADS, D2], gl.float32, OUTPUT)
         near = tile < window_tiles
         index_ptr, columns = gl.where(near, window_index_ptr, entry_index_ptr), gl.where(near, W, K)
         number = tile - gl.where(near, 0, window_tiles)
         m, den, oe, oo = _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo)
-    even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
-
     if JOINED:
-        even, odd, m, den = join_parts(even, odd, m, den, part_ptr, stat_ptr, row, splits, OUTPUT, 0, D2)
-    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE or JOINED, OUTPUT, 0, D2)
+        oe, oo, m, den = join_parts(oe, oo, m, den, part_ptr, stat_ptr, row, splits, OUTPUT, 0, D2)
+    write_result(oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE or JOINED, OUTPUT, 0, D2)
 
 
 @gluon.jit
