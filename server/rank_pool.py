@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 import uuid
@@ -19,6 +18,7 @@ from server import protocol
 from server.config import ServerConfig
 from server.errors import ApiError, BadRequest, Unavailable
 from server.heartbeat import HeartbeatFile
+from server.operations import Operations, results
 from server.prompt_keys import PromptKeys
 from server.rank_index import RankIndexes
 from server.route_cost import RankLoad, shared_queues
@@ -26,7 +26,6 @@ from server.router import Router
 from server.tickets import Ticket
 from server.totals import Record, added, counters_only, empty_record, merged
 
-OPERATION_TIMEOUT_S = 30.0
 SWEEP_S = 0.1
 MAX_BATCH = 8  # a stream spends about 0.1 ms on an output, 0.5 ms on its last one
 log = logging.getLogger("front")
@@ -74,8 +73,7 @@ class RankPool:
         self.on_ready: Callable[[], None] = lambda: None
         self.on_output: Callable[[Ticket, Output, float], None] = lambda _ticket, _output, _now: None
         self._owners: dict[str, tuple[Ticket, int]] = {}
-        self._operations: dict[int, asyncio.Future[protocol.Reply]] = {}
-        self._numbers = itertools.count(1)
+        self._operations = Operations()
         self._context = zmq.Context()
         self._look = asyncio.Event()
         self._delivered = 0
@@ -110,9 +108,7 @@ class RankPool:
         for ticket in tickets.values():
             ticket.mailbox.fail(error)
         self._owners.clear()
-        for operation in self._operations.values():
-            if not operation.done():
-                operation.set_exception(error)
+        self._operations.fail_all(error)
         return len(tickets)
 
     def running_on(self, rank: int) -> list[bytes]:
@@ -190,7 +186,7 @@ class RankPool:
             self._owners[request.request_id] = (ticket, choice)
             operation = 0
             if explain and choice == 0:
-                operation, ticket.explanation = self._open_operation()
+                operation, ticket.explanation = self._operations.open()
             self._send(view.rank, protocol.AddRequest(request, operation))
         for other in self.ranks:
             if other is not view:
@@ -232,29 +228,12 @@ class RankPool:
             BadRequest: a rank refused it, or with `any_suffices` every rank did. Unavailable: a rank did not answer.
         """
         self.check_available()
-        waiting = []
+        answers = []
         for rank in range(len(self.ranks)) if ranks is None else ranks:
-            number, future = self._open_operation()
-            waiting.append((number, future))
+            number, answer = self._operations.open()
+            answers.append(answer)
             self._send(rank, make(number))
-        try:
-            async with asyncio.timeout(OPERATION_TIMEOUT_S):
-                replies = [await future for _, future in waiting]
-        except TimeoutError:
-            raise Unavailable("rank_failed", "a rank did not answer in time") from None
-        finally:
-            for number, _ in waiting:
-                self._operations.pop(number, None)
-        refused = [reply.error for reply in replies if reply.error]
-        if refused and not (any_suffices and len(refused) < len(replies)):
-            raise BadRequest(None, refused[0])
-        return [reply.result for reply in replies if not reply.error]
-
-    def _open_operation(self) -> tuple[int, asyncio.Future[protocol.Reply]]:
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._operations[number] = future
-        future.add_done_callback(lambda _: self._operations.pop(number, None))
-        return number, future
+        return await results(answers, any_suffices=any_suffices)
 
     def send_fault(self, kind: str, ranks: list[int] | None) -> None:
         """A fault after which no answer comes."""
@@ -318,10 +297,8 @@ class RankPool:
                 owner = self._owners.pop(request_id, None)
                 if owner is not None:
                     owner[0].mailbox.fail(BadRequest(None, text))
-            case protocol.Reply(operation):
-                future = self._operations.get(operation)
-                if future is not None and not future.done():
-                    future.set_result(message)
+            case protocol.Reply():
+                self._operations.settle(message)
             case protocol.Fatal(text):
                 log.error("rank %d: %s", view.rank, text)
 
