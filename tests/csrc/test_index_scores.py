@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.ops.cuda.index_search import JOINT_FORMS, ScoreTuning, fits, scores_of
+from engine.ops.cuda.index_search import ScoreTuning, fits, joint_programs, scores_of
 from engine.ops.index_search import IndexQuery
 from tests.csrc.emulated import emulated_kernels
 from tests.ops.test_index_search import Problem
@@ -18,7 +18,7 @@ def run():
     return emulated_kernels()
 
 
-def score(run, problem, allowed=None, size=4, rows=slice(None), tuning=DEFAULT, joint=JOINT_FORMS[0]):
+def score(run, problem, allowed=None, size=4, rows=slice(None), tuning=DEFAULT, joint=True):
     assert fits(problem.query, problem.paged, size)
     columns = problem.num_entries if allowed is None else allowed.shape[1] * size
     return scores_of(run, 0, problem.query, problem.paged, rows, columns, allowed, size, tuning, joint)
@@ -58,27 +58,25 @@ def test_a_score_does_not_depend_on_where_it_is_computed(run):
     assert torch.equal(score(run, problem, allowed)[0], together[0, [*range(12, 16), *range(28, 32), *range(80, 84)]])
 
 
-@pytest.mark.parametrize("form", JOINT_FORMS, ids=lambda form: str(form.number))
 @pytest.mark.parametrize(("lens", "rows_per_seq"), [([70, 9], 5), ([300], 19), ([3, 0, 40], 3), ([130, 129, 65, 2], 4)])
-def test_rows_that_share_keys_get_the_bits_of_rows_alone(run, form, lens, rows_per_seq):
+def test_rows_that_share_keys_get_the_bits_of_rows_alone(run, lens, rows_per_seq):
     """Sequences that end inside a block of rows, one without entries, rows that see nothing yet."""
     problem = Problem("cpu", lens, rows_per_seq, heads=32, width=128, per_block=16)
     alone, joint = (
-        scores_of(run, 0, problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=one) for one in (None, form)
+        scores_of(run, 0, problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=one) for one in (False, True)
     )
     for row, count in enumerate(problem.query.count.tolist()):
         assert torch.equal(joint[row, :count], alone[row, :count]), row
-    by_entries = score(run, problem, tuning=ScoreTuning(groups=False), joint=None)
+    by_entries = score(run, problem, tuning=ScoreTuning(groups=False), joint=False)
     assert all(torch.equal(by_entries[row, :count], alone[row, :count]) for row, count in enumerate(problem.query.count.tolist()))
-    part = scores_of(run, 0, problem.query, problem.paged, slice(2, 9), problem.num_entries, None, 4, joint=form)
+    part = scores_of(run, 0, problem.query, problem.paged, slice(2, 9), problem.num_entries, None, 4)
     assert all(torch.equal(part[row, :count], alone[row + 2, :count]) for row, count in enumerate(problem.query.count[2:9].tolist()))
 
 
 def test_thread_blocks_of_joint_rows_fill_the_device_in_whole_waves():
-    form = JOINT_FORMS[0]
-    assert form.programs(8, 64, 132) == 1
+    assert joint_programs(16, 64, 132) == 1
     for rows, columns in ((428, 65_536), (140, 131_072), (8, 131_072)):
-        blocks = -(-rows // form.rows) * form.programs(rows, columns, 132)
+        blocks = -(-rows // 16) * joint_programs(rows, columns, 132)
         assert blocks / (-(-blocks // 132) * 132) > 0.9
 
 

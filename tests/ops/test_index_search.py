@@ -103,18 +103,16 @@ def test_rows_of_one_sequence_see_only_their_own_past(device, impl):
 @pytest.mark.parametrize(("lens", "rows_per_seq"), [([70, 9], 5), ([3000], 19), ([3, 0, 40], 3), ([1300, 129, 65, 2], 4)])
 def test_rows_that_share_keys_get_the_bits_of_rows_alone(lens, rows_per_seq):
     """On a CPU by the emulator, which cannot tell how tensor cores add: tests/csrc/test_index_scores.py."""
-    from engine.ops.cuda.index_search import JOINT_FORMS, scores_of
+    from engine.ops.cuda.index_search import scores_of
     from engine.ops.cuda.packed_gemm import machine
 
     problem = Problem("cuda", lens, rows_per_seq, heads=32, width=128, per_block=16)
-    forms = [None, *JOINT_FORMS]
-    alone, *joint = (
-        scores_of(*machine(torch.device("cuda")), problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=form)
-        for form in forms
+    alone, joint = (
+        scores_of(*machine(torch.device("cuda")), problem.query, problem.paged, slice(None), problem.num_entries, None, 4, joint=joint)
+        for joint in (False, True)
     )
-    for got in joint:
-        for row, count in enumerate(problem.query.count.tolist()):
-            assert torch.equal(got[row, :count], alone[row, :count]), row
+    for row, count in enumerate(problem.query.count.tolist()):
+        assert torch.equal(joint[row, :count], alone[row, :count]), row
 
 
 def test_candidate_blocks_hold_the_best_and_the_newest(device, impl):

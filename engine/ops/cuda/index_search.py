@@ -42,32 +42,20 @@ class ScoreTuning:
         return max(1, min(-(-columns // _ENTRIES), at_once * waves // max(1, rows)))
 
 
-@dataclass(frozen=True, slots=True)
-class JointForm:
-    """A form of csrc/kernels/index_scores_joint.cu. number: its own. rows: of a thread block. groups: warpgroups of one. residents: thread
-    blocks of a multiprocessor. No form changes a bit.
-    """
-
-    number: int
-    rows: int
-    groups: int
-    residents: int
-
-    def programs(self, rows: int, columns: int, num_processors: int) -> int:
-        """Thread blocks that share `self.rows` rows: how many end first, when every one begins with reading queries."""
-        groups, steps = -(-rows // self.rows), -(-columns // (_ENTRIES * self.groups))
-        at_once = num_processors * self.residents
-
-        def time(programs: int) -> int:
-            return -(-groups * programs // at_once) * (-(-steps // programs) + _BEGINNING)
-
-        return min((max(1, min(steps, at_once * waves // groups)) for waves in range(1, 9)), key=time)
-
-
-_BEGINNING = 8  # steps that reading the queries of a thread block takes as long as
-JOINT_FORMS = (JointForm(0, 8, 2, 1), JointForm(1, 8, 2, 2), JointForm(2, 8, 3, 1), JointForm(3, 16, 3, 1), JointForm(4, 16, 4, 1))
-_JOINT = JOINT_FORMS[3]
+# Of csrc/kernels/index_scores_joint.cu: rows of a thread block, of which one fits a multiprocessor; entries of its step; steps that last as
+# long as reading its queries.
+_JOINT_ROWS, _JOINT_ENTRIES, _BEGINNING = 16, 3 * _ENTRIES, 8
 _SHARING = 3  # rows of a sequence, on average, that share decoded keys from here on
+
+
+def joint_programs(rows: int, columns: int, num_processors: int) -> int:
+    """Thread blocks that share a block of rows: how many end first, when every one begins with reading queries."""
+    blocks, steps = -(-rows // _JOINT_ROWS), -(-columns // _JOINT_ENTRIES)
+
+    def time(programs: int) -> int:
+        return -(-blocks * programs // num_processors) * (-(-steps // programs) + _BEGINNING)
+
+    return min((max(1, min(steps, num_processors * waves // blocks)) for waves in range(1, 9)), key=time)
 
 
 def launch(
@@ -102,11 +90,11 @@ def scores_of(
     allowed: Tensor | None,
     block_size: int,
     tuning: ScoreTuning = ScoreTuning(),
-    joint: JointForm | None = _JOINT,
+    joint: bool = True,
 ) -> Tensor:
     """fp32 [rows, columns] scores of some rows; without `allowed` what lies behind a row's count is left as it was.
 
-    joint: of rows that share sequences, where there are products by warpgroups; None for every row alone. The bits are the same.
+    joint: rows of one sequence share decoded keys, where there are products by warpgroups. The bits are those of rows alone.
     """
     q, weights, seq, count = query.q[rows], query.weights[rows], query.seq[rows], query.count[rows]
     num_rows, heads, width = q.shape
@@ -115,8 +103,8 @@ def scores_of(
     groups = tuning.groups if tuning.groups is not None else run.groups is not None and (heads, width) == (32, 128)
     # The rows of a launch and the sequences of the table are known to the host; which rows are whose is not.
     shared = allowed is None and groups and keys.per_block >= _TILE and len(query.q) >= _SHARING * len(keys.table)
-    sharing = joint if shared else None
-    divided = tuning if sharing is None else sharing
+    sharing = joint and shared
+    programs = joint_programs if sharing else tuning.programs
     arguments = ScoreArguments(
         q=q.data_ptr(),
         weights=weights.data_ptr(),
@@ -136,13 +124,11 @@ def scores_of(
         num_allowed=0 if chosen is None else chosen.shape[1],
         log_per_block=keys.per_block.bit_length() - 1,
         log_size=block_size.bit_length() - 1,
-        programs=divided.programs(num_rows, columns, run.num_processors),
+        programs=programs(num_rows, columns, run.num_processors),
         groups=groups,
         stages=tuning.stages,
         residents=tuning.residents,
     )
-    if sharing is not None:
-        check_launch(run.joint_scores(ctypes.byref(arguments), sharing.number, stream), "index_search")
-        return out
-    check_launch(run.scores(ctypes.byref(arguments), stream), "index_search")
+    scores = run.joint_scores if sharing else run.scores
+    check_launch(scores(ctypes.byref(arguments), stream), "index_search")
     return out

@@ -99,7 +99,7 @@ class Kernels:
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),
             scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
-            joint_scores=bind(library, "dix_index_scores_joint", [ctypes.POINTER(ScoreArguments), number, pointer]),
+            joint_scores=bind(library, "dix_index_scores_joint", [ctypes.POINTER(ScoreArguments), pointer]),
             select=bind(library, "dix_select_topk", [ctypes.POINTER(SelectArguments), number, number, pointer]),
             num_processors=num_processors,
         )
