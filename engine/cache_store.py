@@ -79,7 +79,7 @@ class PrefixWriter:
             reservation.commit(parent, match.keys[first:until], first, seq.token_ids, seq.request.cache_priority)
         self._mover.publish_pages(index, frames)
         match.path += frames
-        skipped = upto - max(until, start // size)
+        skipped = max(0, upto - max(until, start // size))  # of this chunk; what a former one found no room for was counted then
         self._counters.stored(len(frames), size, self._mover.row_bytes, skipped)
 
     def store_end_states(self, seq: Sequence, match: Match) -> None:

@@ -139,6 +139,23 @@ def test_follower_is_the_second_sight_of_its_leaders_pages() -> None:
     assert_idle(cache)
 
 
+def test_pages_that_are_seen_again_only_behind_their_chunk_count_nothing_twice() -> None:
+    """The follower shares the leader's first pages, which the leader has passed unstored."""
+    cache = make_cache(store_threshold=2, herd_min_tokens=8)
+    leader, follower = make_sequence(next(_ids), PROMPT), make_sequence(next(_ids), [*PROMPT[:20], *range(900, 930)])
+    admit(cache, leader)
+    prefill(cache, leader, chunk=24, stop_after=1)
+    cache._admission.see(cache.plan(follower).match.keys)
+    prefill(cache, leader)
+    stats = cache.stats()
+    assert stats["stores_total"] == 5
+    assert stats["store_skipped_total"]["threshold"] == 10
+    assert stats["store_skipped_total"].get("pinned", 0) == 0
+    for seq in (leader, follower):
+        cache.finish(seq)
+    assert_idle(cache)
+
+
 @pytest.mark.parametrize("answered_too", [False, True])
 def test_large_prompt_leaves_first_also_when_its_answer_is_stored(answered_too: bool) -> None:
     cache = make_cache(num_frames=60, store_decode="on" if answered_too else "off", scan_share=0.25)
