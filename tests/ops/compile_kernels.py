@@ -5,13 +5,16 @@ Prints registers and shared bytes. Needs Triton, not a GPU, and a process withou
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from engine.ops.triton import (
@@ -121,12 +124,22 @@ def _source(kind: Any, kernel: Any, types: Mapping[str, str], constants: Mapping
     return kind(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
 
 
+def _assembler(ptx: str) -> str:
+    """What Triton's assembler says of a kernel."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "--verbose", "--gpu-name=sm_90a", "--output-file=/dev/null", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
 def main() -> int:
     for name in sys.argv[1:] or [*KERNELS, *_LAID_OUT]:
         compiled = compile_kernel(name)
         products = compiled.asm["ptx"].count("wgmma.mma_async")
         print(f"{name:14s} {compiled.metadata.shared:7d} bytes shared, {products:3d} wgmma", flush=True)
         assert compiled.metadata.shared <= MAX_SHARED_BYTES, f"{name} asks for {compiled.metadata.shared} bytes"
+        assert "serialized" not in (said := _assembler(compiled.asm["ptx"])), f"{name}: every product is waited for: {said}"
     return 0
 
 

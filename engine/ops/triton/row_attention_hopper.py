@@ -195,14 +195,12 @@ def _absorb(qe, qo, ke, ko, weights, index_ptr, columns, tile, scale, m, den, oe
 
 
 @gluon.jit
-def join_parts(
-    even, odd, m, den, part_ptr, stat_ptr, row, splits, LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
+def join_parts(even, odd, m, den, part_ptr, stat_ptr, row, splits):
     """A row's last part, in registers, and those before it, which these threads have kept: from last to first, as `_combine` does."""
     barrier()
-    flat: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    flat: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     head = gl.arange(0, HEADS, flat)
-    half = FIRST + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
+    half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, OUTPUT)), 0)
     last, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
     first = row * splits * HEADS + head
     m = last
@@ -224,14 +222,11 @@ def join_parts(
 @gluon.jit
 def write_result(
     even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE: gl.constexpr,
-    LAYOUT: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, KEPT: gl.constexpr = False,
 ):  # fmt: skip
-    """Sums of WIDTH even and odd channels from FIRST on, fp32 [HEADS, WIDTH]: turned back to the output where they are whole, else kept as
-    this part's share. KEPT: for `join_parts` of these threads, who do not see what others of the row have written.
-    """
-    flat: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    """Sums of even and odd channels fp32 [HEADS, D/2]: turned back to the output where they are whole, else kept as this part's share."""
+    flat: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     head = gl.arange(0, HEADS, flat)
-    half = FIRST + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
+    half = gl.expand_dims(gl.arange(0, D2, gl.SliceLayout(0, OUTPUT)), 0)
     m, den = gl.convert_layout(m, flat), gl.convert_layout(den, flat)
     if ALONE:
         factor = gl.expand_dims(SHRINK / (den + gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - m)), 1)
@@ -247,9 +242,8 @@ def write_result(
         at = part_ptr + gl.expand_dims(place, 1) * (2 * D2) + half
         gl.store(at, even)
         gl.store(at + D2, odd)
-        if FIRST == 0 or KEPT:
-            gl.store(stat_ptr + place * 2, m)
-            gl.store(stat_ptr + place * 2 + 1, den)
+        gl.store(stat_ptr + place * 2, m)
+        gl.store(stat_ptr + place * 2 + 1, den)
 
 
 @gluon.jit
@@ -308,4 +302,4 @@ def attend(
         buffer ^= 2
     even, odd = warpgroup_mma_wait(0, deps=[oe, oo])
 
-    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE, OUTPUT, 0, D2)
+    write_result(even, odd, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE)

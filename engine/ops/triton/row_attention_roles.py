@@ -148,10 +148,8 @@ def _multiply(
     for tile in range(begin, end):
         if JOINED:  # noqa: SIM102  the condition below is compiled only then
             if (tile > begin) & ((tile - begin) % per == 0):
-                write_result(
-                    oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, (tile - begin) // per - 1, splits,
-                    False, OUTPUT, 0, D2, True,
-                )  # fmt: skip
+                part = (tile - begin) // per - 1
+                write_result(oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, part, splits, False)
                 m = gl.full([HEADS], -1e30, gl.float32, gl.SliceLayout(1, _SCORES))
                 den = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, _SCORES))
                 oe = gl.zeros([HEADS, D2], gl.float32, OUTPUT)
@@ -161,8 +159,8 @@ def _multiply(
         number = tile - gl.where(near, 0, window_tiles)
         m, den, oe, oo = _absorb(qe, qo, keys, full, empty, weights, index_ptr, columns, number, tile - begin, scale, m, den, oe, oo)
     if JOINED:
-        oe, oo, m, den = join_parts(oe, oo, m, den, part_ptr, stat_ptr, row, splits, OUTPUT, 0, D2)
-    write_result(oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE or JOINED, OUTPUT, 0, D2)
+        oe, oo, m, den = join_parts(oe, oo, m, den, part_ptr, stat_ptr, row, splits)
+    write_result(oe, oo, m, den, rot_ptr, sink_ptr, out_ptr, part_ptr, stat_ptr, row, split, splits, ALONE or JOINED)
 
 
 @gluon.jit
