@@ -69,11 +69,11 @@ class Api:
         self._http.close()
 
     def get(self, path: str, timeout_s: float = 5.0) -> Any:
-        """JSON of a GET. Raises: ServerUnreachable, RequestRefused."""
+        """The object that a GET answers. Raises: ServerUnreachable, RequestRefused."""
         return self._json("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any, timeout_s: float = 60.0) -> Any:
-        """JSON of a POST. Raises: ServerUnreachable, RequestRefused."""
+        """The object that a POST answers. Raises: ServerUnreachable, RequestRefused."""
         return self._json("POST", path, body, timeout_s)
 
     def _json(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
@@ -85,9 +85,12 @@ class Api:
         if not response.content:
             return {}
         try:
-            return response.json()
-        except ValueError:
+            answer = response.json()
+        except (ValueError, RecursionError):
             raise RequestRefused(response.status_code, f"{path} is not JSON") from None
+        if not _has_form(answer):
+            raise RequestRefused(response.status_code, f"{path} is not the object that such a server answers")
+        return answer
 
     def _check(self, response: httpx.Response) -> None:
         if response.status_code < 400:
@@ -116,12 +119,13 @@ class Api:
             if error.status not in (200, 404, 405, 501):
                 raise
             raise self._foreign(str(error)) from error
-        if not isinstance(answer, dict):
-            raise self._foreign("/v1/models is not an object")
         listed = answer.get("data") or []
         if not listed:
             raise ServerUnreachable(f"{self.url} serves no model", hint="dix status")
-        return dict(listed[0])
+        first = dict(listed[0])
+        if not isinstance(first.get("id"), str) or not isinstance(first.get("max_model_len") or 0, int):
+            raise self._foreign("/v1/models names no model")
+        return first
 
     def model(self) -> str:
         """The first served model's name. Raises: as `first_model`."""
@@ -129,7 +133,10 @@ class Api:
 
     def count_tokens(self, body: Mapping[str, Any]) -> int:
         """Prompt tokens of `{"messages": …}` or `{"prompt": …}` by the server's own count."""
-        return int(self.post("/tokenize", body)["count"])
+        count = self.post("/tokenize", body).get("count")
+        if not isinstance(count, int):
+            raise RequestRefused(200, "/tokenize gives no count")
+        return count
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Chunk]:
         """Chunks of a streamed chat. Raises: ServerUnreachable when it breaks off, RequestRefused when it is refused."""
@@ -188,6 +195,16 @@ class Collector:
             ttft_s=(self._first_s or end_s) - self._started_s,
             total_s=end_s - self._started_s,
         )
+
+
+def _has_form(answer: Any) -> bool:
+    """Whether an answer can be read without asking each time: an object whose lists of models and ranks hold objects."""
+    if not isinstance(answer, dict):
+        return False
+    lists = [answer.get(name) or [] for name in ("data", "ranks")]
+    return isinstance(answer.get("totals") or {}, dict) and all(
+        isinstance(items, list) and all(isinstance(item, dict) for item in items) for items in lists
+    )
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:

@@ -45,7 +45,7 @@ class StreamState:
     def push(self, line: str) -> Chunk | None:
         """One line without its end -> a chunk, or None for comments, blank lines and `[DONE]`.
 
-        Raises: StreamError for an error object and for data that is not JSON.
+        Raises: StreamError for an error object, for data that is not JSON, and for an object of another form.
         """
         if line.startswith("event:"):
             self._error_event = line[6:].strip() == "error"
@@ -58,14 +58,17 @@ class StreamState:
             return None
         try:
             event = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise StreamError(f"the stream holds data that is not JSON: {text[:80]!r}", "bad_event") from None
         if self._error_event or not isinstance(event, dict) or "error" in event:
             raise _stream_error(event)
-        chunk = _chunk(event)
+        try:
+            chunk = _chunk(event)
+        except (TypeError, ValueError, AttributeError, LookupError):
+            raise StreamError(f"the stream holds an event of another form: {text[:80]!r}", "bad_event") from None
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self.usage = chunk.usage or self.usage
-        self.extension = event.get("deepinfer") or self.extension
+        self.extension = event["deepinfer"] if isinstance(event.get("deepinfer"), dict) else self.extension
         return chunk
 
 
@@ -90,18 +93,31 @@ def _stream_error(event: Any) -> StreamError:
 
 
 def _chunk(event: Mapping[str, Any]) -> Chunk:
+    """Raises: TypeError and its like for what has another form, so that nobody behind has to ask."""
     usage = event.get("usage") or None
+    if usage is not None:
+        counts = [usage.get("completion_tokens"), usage.get("prompt_tokens"), cached_tokens(usage)]
+        if not all(isinstance(count or 0, int) for count in counts):
+            raise TypeError("a count is no number")
     choices = event.get("choices") or []
     if not choices:
         return Chunk(usage=usage)
     choice = choices[0]
     delta = choice.get("delta") or {}
     logprobs = choice.get("logprobs") or {}
+    content, reasoning = delta.get("content") or choice.get("text") or "", delta.get("reasoning_content") or delta.get("reasoning") or ""
+    tool_calls, reason = tuple(delta.get("tool_calls") or ()), choice.get("finish_reason")
+    if not all(isinstance(text, str) for text in (content, reasoning, reason or "")) or not all(map(_is_call, tool_calls)):
+        raise TypeError("texts and calls have another type")
     return Chunk(
-        content=delta.get("content") or choice.get("text") or "",
-        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
-        tool_calls=tuple(delta.get("tool_calls") or ()),
-        finish_reason=choice.get("finish_reason"),
+        content=content,
+        reasoning=reasoning,
+        tool_calls=tool_calls,
+        finish_reason=reason,
         usage=usage,
         tokens=tuple(str(item.get("token")) for item in (logprobs.get("content") or ()) if isinstance(item, dict)),
     )
+
+
+def _is_call(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("function") or {}, dict)

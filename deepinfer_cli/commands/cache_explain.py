@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepinfer_cli.api import RequestRefused
 from deepinfer_cli.commands.render import read_body
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
@@ -45,6 +46,8 @@ def _explain(
     body = {"prompt": prompt} if prompt else read_body(file)
     api = connect(call, port, url)
     answer = api.post("/deepinfer/cache/explain", body)
+    if "ranks" not in answer:
+        raise RequestRefused(200, "/deepinfer/cache/explain names no rank: not a server of dix")
     if call.json:
         call.ui.document("dix.cache.explain/1", {"url": api.url, **answer})
         return ExitCode.OK

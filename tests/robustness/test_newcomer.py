@@ -7,6 +7,7 @@ nothing hangs, nothing is started for a request that cannot be served.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ import pytest
 
 from deepinfer_cli import doctor
 from deepinfer_cli.bench import aiperf_harness
+from deepinfer_cli.sse import StreamError, StreamState
 from server import launcher
 from tests.cli.conftest import dix, home  # noqa: F401
 from tests.cli.fake_server import serving
@@ -46,15 +48,24 @@ def no_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
 
 
+PAGE = b"<!DOCTYPE html>\n<html><body>\n<h1>Hello</h1>\n</body></html>\n"
+MODEL = b'{"data": [{"id": "m"}], '
+ODD_ANSWERS = [
+    b"null", b"[]", b"5", b'"x"', b"", b"{}", b"[" * 100_000, b"\xff", b'{"data": 5}', b'{"data": [5]}', b'{"data": [{"id": 5}]}',
+    b'{"data": [{"id": "m", "max_model_len": "x"}]}', MODEL + b'"ranks": 5}', MODEL + b'"ranks": [5]}', MODEL + b'"totals": 5}',
+    MODEL + b'"count": "x", "usage": 5}', MODEL + b'"choices": 5}',
+]  # fmt: skip
+
+
 @contextmanager
-def page_server(status: int) -> Iterator[str]:
-    """Another program on the port: every path is a small page."""
+def page_server(status: int, body: bytes = PAGE) -> Iterator[str]:
+    """Another program on the port: every path is a small page, or what else it may answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(b"<!DOCTYPE html>\n<html><body>\n<h1>Hello</h1>\n</body></html>\n")
+            self.wfile.write(body)
 
         do_POST = do_GET
 
@@ -309,3 +320,28 @@ def test_make_names_the_python_that_it_needs(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "dix needs Python 3.11 or newer, this is 3.10.13" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("line", ["chat --once hi", "check-cache --turns 1", "cache stats", "cache explain --prompt hi", "cache reset"])
+def test_a_program_that_answers_other_json_is_no_bug_of_ours(dix: Dix, line: str) -> None:  # noqa: F811
+    for body in ODD_ANSWERS:
+        with page_server(200, body) as url:
+            ran = dix(*line.split(), "--url", url)
+        assert "this is a bug" not in ran.err, (body[:80], ran.err)
+        assert ran.code in (0, 2, 4, 5), (body[:80], ran.err)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        5, [], {"choices": 5}, {"choices": [5]}, {"choices": [{"delta": 5}]}, {"choices": [{"delta": {"content": 5}}]},
+        {"choices": [{"delta": {"tool_calls": 5}}]}, {"choices": [{"delta": {"tool_calls": [{"function": 5}]}}]},
+        {"choices": [{"delta": {}, "finish_reason": 5}]}, {"choices": [{"logprobs": 5}]}, {"usage": 5},
+        {"usage": {"completion_tokens": "x"}},
+        {"usage": {"prompt_tokens_details": 5}}, {"usage": {"prompt_tokens_details": {"cached_tokens": "x"}}},
+    ],
+)  # fmt: skip
+def test_an_event_of_another_form_ends_the_stream_with_a_reason(event: Any) -> None:
+    with pytest.raises(StreamError):
+        StreamState().push(f"data: {json.dumps(event)}")
+    StreamState().push('data: {"deepinfer": 5}')  # nobody needs it
