@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.distribution import probabilities
 from engine.draws import fixed_point, inverse_cdf, race
 from engine.models.draft import Choose, DraftSlice
 from engine.random_keys import MASK64, draws53, race_keys
 from engine.request import Sequence
-from engine.sampler import probabilities
 from engine.spec_decode import NO_PROPOSALS, Proposals
 from engine.spec_lengths import MIN_TEMPERATURE, FixedLength, LengthPolicy, survival_rates
 

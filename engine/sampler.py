@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draws import FIXED_ONE, fixed_point, inverse_cdf, race
+from engine.distribution import device_filters, probabilities
+from engine.draws import fixed_point, inverse_cdf, race
 from engine.logit_edits import LogitEdits
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode, sample_rows
+from engine.logprobs import logprobs_of
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.readout import Largest, Readout, row_errors, to_device
-from engine.request import SamplingParams, SamplingTraits, Sequence, TokenLogprob
+from engine.request import SamplingTraits, Sequence
 from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
 from engine.step import Sampled
 from engine.structured_output import RowMasks, apply_masks, draft_masks, row_masks
-
-LOGPROB_FLOOR = -9999.0  # instead of minus infinity, which JSON cannot carry
-NUM_CANDIDATES = 256  # ids that are sorted first when filtering; usual top-p and top-k keep far fewer
 
 
 class Sampler:
@@ -54,7 +53,7 @@ class Sampler:
             chosen[index] = draw(work[index], [rows[i] for i in drawn])
         tokens = chosen.tolist()
         wanted = [i for i, t in enumerate(traits) if t.logprobs and i not in errors]
-        logprobs = _logprobs(logits, tokens, rows, wanted)
+        logprobs = logprobs_of(logits, tokens, rows, wanted)
         return Sampled([[token] for token in tokens], {i: [entry] for i, entry in logprobs.items()}, errors)
 
     @torch.inference_mode()
@@ -104,7 +103,7 @@ class Sampler:
             if traits[begin].logprobs and k not in sampled.errors
             for j in range(len(sampled.token_ids[k]))
         ]
-        entries = _logprobs(logits, tokens, rows.seqs, [i for _, i in reached])
+        entries = logprobs_of(logits, tokens, rows.seqs, [i for _, i in reached])
         for k, i in reached:
             sampled.logprobs.setdefault(k, []).append(entries[i])
         return sampled
@@ -157,11 +156,6 @@ class Sampler:
 
 def _all_plain(seqs: list[Sequence]) -> bool:
     return all(seq.traits.plain_greedy and seq.matcher is None for seq in seqs)
-
-
-def _fixed_top_p(params: SamplingParams) -> int:
-    """In fixed point; more than any sum when nothing is left out."""
-    return int(params.top_p * FIXED_ONE) if params.top_p < 1.0 else 2 * FIXED_ONE
 
 
 def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
@@ -234,17 +228,8 @@ def row_draws(rows: list[Sequence], device: torch.device) -> Draws:
         to_device([p.temperature for p in params], torch.float32, device),
         to_device([int(mode) for mode in modes], torch.int32, device),
         to_device(chosen, torch.int64, device),
-        _filters(params, device) if any(p.is_filtered for p in params) else None,
+        device_filters(params, device) if any(p.is_filtered for p in params) else None,
         frozenset(modes),
-    )
-
-
-def _filters(params: list[SamplingParams], device: torch.device) -> Filters:
-    """Every row's filters, see `_kept`."""
-    return Filters(
-        to_device([_fixed_top_p(p) for p in params], torch.int64, device),
-        to_device([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params], torch.int32, device),
-        to_device([p.min_p for p in params], torch.float32, device),
     )
 
 
@@ -295,79 +280,3 @@ def _kept_tokens(drafts: list[list[int]], tokens: list[int], errors: dict[int, s
                 failed[k] = errors[bad]
         begin += len(ids) + 1
     return Sampled(kept, errors=failed, drafted=[len(ids) for ids in drafts])
-
-
-def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Tempered softmax with filtered tokens at 0, not renormalised. logits: [B, V]. Returns [B, V] fp32.
-
-    The sum is left as it is: the draw scales by the integer sum, and a floating sum could depend on the batch's shape.
-    """
-    temperature = to_device([p.temperature for p in params], logits.dtype, logits.device)
-    # The maximum is subtracted first: tiny temperatures would overflow otherwise.
-    probs = torch.softmax((logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None], dim=-1)
-    filtered = [i for i, p in enumerate(params) if p.is_filtered]
-    if filtered:
-        index = torch.tensor(filtered, device=logits.device)
-        probs[index] = filter_candidates(probs[index], [params[i] for i in filtered])
-    return probs
-
-
-def filter_sorted(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Zero what top-p, top-k and min-p drop. Order: probability falling, ties by lower id; each filter keeps a prefix of it.
-
-    probs: [B, V] fp32. Returns a new tensor. The plain form, for any distribution; `filter_candidates` is the quick one.
-    """
-    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
-    keep = _kept(ordered, params)
-    return torch.zeros_like(probs).scatter_(-1, ids, torch.where(keep, ordered, 0.0))
-
-
-def filter_candidates(probs: Tensor, params: list[SamplingParams], num_candidates: int = NUM_CANDIDATES) -> Tensor:
-    """As `filter_sorted`, bit for bit, but sorts only the most probable ids where those decide; other rows are sorted in full."""
-    if probs.shape[-1] <= 2 * num_candidates:
-        return filter_sorted(probs, params)
-    ids = probs.topk(num_candidates, dim=-1).indices.sort(dim=-1).values  # by id first: the stable sort then breaks ties by id
-    ordered, order = probs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    keep = _kept(ordered, params)
-    kept = torch.where(keep, ordered, 0.0)
-    result = torch.zeros_like(probs).scatter_(-1, ids.gather(-1, order), kept)
-    # Candidates hold every id that is more probable than the last of them. So they decide if the last kept one is.
-    last_kept = torch.where(keep, ordered, float("inf")).amin(dim=-1)
-    undecided = (last_kept <= ordered[:, -1]).nonzero()[:, 0]
-    if len(undecided):
-        result[undecided] = filter_sorted(probs[undecided], [params[i] for i in undecided.tolist()])
-    return result
-
-
-def _kept(ordered: Tensor, params: list[SamplingParams]) -> Tensor:
-    """[B, K] bool: which of the ordered probabilities stay.
-
-    top-p keeps tokens whose preceding mass is <= top_p, in fixed point so that the sum has no rounding.
-    """
-    device = ordered.device
-    weights = fixed_point(ordered)
-    preceding = weights.cumsum(dim=-1) - weights
-    top_p = torch.tensor([_fixed_top_p(p) for p in params], device=device)
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else 2**62 for p in params], device=device)
-    min_p = torch.tensor([p.min_p for p in params], dtype=ordered.dtype, device=device)
-    keep = preceding <= top_p[:, None]
-    keep &= torch.arange(ordered.shape[-1], device=device) < top_k[:, None]
-    keep &= ordered >= min_p[:, None] * ordered[:, :1]
-    return keep
-
-
-def _logprobs(logits: Tensor, tokens: list[int], rows: list[Sequence], wanted: list[int]) -> dict[int, TokenLogprob]:
-    """Log-probabilities of the model's own distribution for the rows that ask: temperature 1, no edit, no filter."""
-    if not wanted:
-        return {}
-    index = torch.tensor(wanted, device=logits.device)
-    logprobs = torch.log_softmax(logits[index], dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor([[tokens[i]] for i in wanted], device=logits.device))[:, 0].tolist()
-    most = min(max(rows[i].request.params.top_logprobs for i in wanted), logits.shape[-1])
-    values, ids = logprobs.topk(most, dim=-1)
-    result = {}
-    for i, logprob, row_ids, row_values in zip(wanted, chosen, ids.tolist(), values.tolist(), strict=True):
-        pairs = sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        top = [(token, max(value, LOGPROB_FLOOR)) for token, value in pairs[: rows[i].request.params.top_logprobs]]
-        result[i] = TokenLogprob(max(logprob, LOGPROB_FLOOR), top)
-    return result

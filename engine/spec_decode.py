@@ -22,7 +22,7 @@ from engine.request import Sequence
 class Proposals:
     """The distributions that the sampled drafts of one step were drawn from.
 
-    index: sequence id -> its row. probs: for every place of the block [B, V] fp32, see `probabilities` in `engine/sampler.py`.
+    index: sequence id -> its row. probs: for every place of the block [B, V] fp32, see `probabilities` in `engine/distribution.py`.
     """
 
     index: dict[int, int]

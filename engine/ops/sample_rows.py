@@ -45,7 +45,7 @@ class Draws:
 
 
 def sample_rows(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
-    """Token of every row, from the ids below `num_ids`. Ties of greedy rows go to the lower id, filters as in `engine/sampler.py`.
+    """Token of every row, from the ids below `num_ids`. Ties of greedy rows go to the lower id, filters as in `engine/distribution.py`.
 
     logits: [R, V] fp32, rows may be strided. Returns ids [R] int64, always below `num_ids`, and the largest logit [R] fp32, NaN where a
     logit is NaN: what a row without a finite maximum chooses means nothing.

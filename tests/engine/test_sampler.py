@@ -8,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.distribution import filter_candidates, filter_sorted, probabilities
+from engine.draws import FIXED_ONE, fixed_point
 from engine.errors import RequestError
 from engine.logit_edits import LogitEdits
+from engine.logprobs import LOGPROB_FLOOR
 from engine.ops.sample_rows import SAMPLE_ROWS
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampler import FIXED_ONE, LOGPROB_FLOOR, Sampler, draw, filter_candidates, filter_sorted, fixed_point, probabilities, row_draws
+from engine.sampler import Sampler, draw, row_draws
 
 _ids = count()
 EOS = frozenset([1])

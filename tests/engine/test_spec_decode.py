@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.distribution import probabilities
 from engine.drafter import Drafter, DraftPoint
 from engine.draws import fixed_point, inverse_cdf, race
 from engine.random_keys import MASK64, Purpose, draws53, race_keys
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampler import Sampler, probabilities
+from engine.sampler import Sampler
 from engine.spec_decode import NO_PROPOSALS, accepted_prefix, reject
 
 _ids = count()

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.distribution import probabilities
 from engine.drafter import Drafter
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
-from engine.sampler import Sampler, probabilities
+from engine.sampler import Sampler
 from engine.spec_costs import CostModel, Curve
 from engine.spec_lengths import HOLD, MAX_PROBE_INTERVAL, PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
 from hicache.config import HiCacheConfig
