@@ -97,7 +97,7 @@ def _chunk(event: Mapping[str, Any]) -> Chunk:
     usage = event.get("usage") or None
     if usage is not None:
         counts = [usage.get("completion_tokens"), usage.get("prompt_tokens"), cached_tokens(usage)]
-        if not all(isinstance(count or 0, int) for count in counts):
+        if not all(isinstance(count or 0, int | float) for count in counts):
             raise TypeError("a count is no number")
     choices = event.get("choices") or []
     if not choices:

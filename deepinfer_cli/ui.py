@@ -106,7 +106,7 @@ class Ui:
             return
         with self.out.capture() as text:
             self.out.print(built, soft_wrap=False, crop=False)
-        self.stdout.writelines(f"{line.rstrip()}\n" for line in text.get().splitlines())
+        self.stdout.writelines(line.rstrip(" ") + "\n" for line in text.get().split("\n")[:-1])
 
     def build_table(self, columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int) -> Group:
         heads = [self.glyphs(column.head) for column in columns]

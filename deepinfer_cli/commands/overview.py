@@ -23,7 +23,7 @@ def overview() -> int:
     call = prepare(Shared(), {}, {})
     running = list_servers(call.paths.state)
     names = ", ".join(f"{s.name} at {s.base_url}" for s in running)
-    call.ui.print(f"dix {version_text()} · {describe_device()} · {names or 'nothing running'}")
+    call.ui.print(f"dix {version_text()} · {describe_device()} · {names or 'nothing running'}", prose=True)
     for run in list_runs(call.paths.runs)[-3:]:
         mark = "" if run.get("valid") else " · not valid"
         call.ui.print(f"  run      {run.get('id')}  {run.get('status')}{mark}", "quiet")

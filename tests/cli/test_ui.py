@@ -122,8 +122,8 @@ def test_a_pipe_gets_no_colour_whatever_the_environment_says() -> None:
 
 def test_a_pipe_gets_no_blanks_behind_a_table() -> None:
     ui, out, _ = make()
-    ui.table([Column("name", right=False), Column("what", right=False)], [("a", "one"), ("b", "a longer text")])
-    assert out.getvalue() == "name  what\na     one\nb     a longer text\n"
+    ui.table([Column("name", right=False), Column("what", right=False)], [("a", "one"), ("b", "a longer text"), ("c", "x\u2028y")])
+    assert out.getvalue() == "name  what\na     one\nb     a longer text\nc     x\u2028y\n"
 
 
 def test_sentences_break_between_words_and_paths_stay_whole() -> None:
