@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -21,16 +22,23 @@ class GroupError(MachineError):
 
 
 class PeerWaits:
-    """Whether this rank waits for others in a host collective just now. A context for such calls; other threads read `now`."""
+    """Whether this rank waits for others in a host collective just now. A context for such calls, of several threads where steps are
+    computed beside the scheduler; any thread reads `now`."""
 
     def __init__(self) -> None:
-        self.now = False
+        self._lock, self._calls = threading.Lock(), 0
+
+    @property
+    def now(self) -> bool:
+        return self._calls > 0
 
     def __enter__(self) -> None:
-        self.now = True
+        with self._lock:
+            self._calls += 1
 
     def __exit__(self, *_: object) -> None:
-        self.now = False
+        with self._lock:
+            self._calls -= 1
 
 
 class Group(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed import SoloGroup
+from engine.distributed import PeerWaits, SoloGroup
 
 PROLOGUE = """
 import json, os, sys, time
@@ -55,6 +55,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_a_rank_waits_for_peers_until_the_last_of_its_threads_does_not():
+    waits = PeerWaits()
+    assert not waits.now
+    with waits:
+        with pytest.raises(ValueError, match="lost"), waits:
+            raise ValueError("lost")
+        assert waits.now
+    assert not waits.now
 
 
 def test_a_group_of_one_agrees_with_itself():
