@@ -99,7 +99,17 @@ def open_engine(call: Invocation, model: str | None) -> tuple[Engine, str]:
     directory, name = resolve_model(call, model)
     config = dataclasses.replace(call.settings.engine, model=str(directory))
     with call.ui.progress("loading", 1.0) as bar:
-        return Engine(config, off, on_progress=lambda stage, share: bar.update(share, stage)), name
+        engine = Engine(config, off, on_progress=lambda stage, share: bar.update(share, stage))
+        bar.update(1.0, "compiled step")
+        path = settled_path(engine.runner)
+    call.ui.note(f"steps run {path}", "quiet")
+    return engine, name
+
+
+def settled_path(runner: Any) -> str:
+    """How steps run for good. A build that is under way is waited for: half of the points would be of one path, half of the other."""
+    runner.native.wait()
+    return str(runner.native.status if runner.path == "eager" else runner.path)
 
 
 def show(call: Invocation, points: list[Any], lines: list[dict[str, Any]], name: str, stamp: str | None) -> None:

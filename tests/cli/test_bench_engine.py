@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from deepinfer_cli.bench.engine_sweep import Bench, Point, pareto
 from deepinfer_cli.bench.null_model import NullRunner
+from deepinfer_cli.commands.bench_engine import settled_path
+from engine import native_start
 from engine.config import EngineConfig
 from engine.engine import Engine
 from hicache.config import HiCacheConfig
@@ -56,6 +59,34 @@ def test_what_does_not_fit_is_refused_before_anything_runs(batch: int, context: 
 
 
 points = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=20)
+
+
+class Runs:
+    """A runner as far as its path goes."""
+
+    def __init__(self, native: native_start.NativeStart) -> None:
+        self.native = native
+
+    @property
+    def path(self) -> str:
+        return "eager" if self.native.model is None else "compiled"
+
+
+def test_a_build_under_way_is_waited_for_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an empty machine every figure was one of eager steps, twenty times as long, and nothing said so."""
+    ended = threading.Event()
+
+    def make(_library: Any) -> Any:
+        ended.wait(10)
+        return object()
+
+    monkeypatch.setattr(native_start, "is_built", lambda _folder: False)
+    monkeypatch.setattr(native_start, "load_library", lambda _folder: None)
+    native = native_start.NativeStart("", make)
+    threading.Timer(0.05, ended.set).start()
+    assert settled_path(Runs(native)) == "compiled"
+    eager = native_start.NativeStart("", make, "engine.enforce_eager is set")
+    assert settled_path(Runs(eager)) == "eager: engine.enforce_eager is set"
 
 
 @given(points)
