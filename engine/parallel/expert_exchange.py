@@ -6,18 +6,19 @@ the host. So no layer waits for the host, and a rank without rows takes part wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.ops.exchange_rows import add_rank_sums, local_choices, pack_rows, row_words
 from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 from engine.parallel.tensor_group import TensorGroup
-
-_ALIGNED = 4  # words of 32 bits: kernels read rows where they arrive, 16 bytes at a time
 
 
 class Route(StrEnum):
@@ -69,14 +70,6 @@ class RoutedLayer:
         self.slots.copy_(slots)
         self.copies.copy_(copies)
 
-    def slots_for(self, ids: Tensor, turn: int) -> Tensor:
-        """One physical slot for each choice [T, K]; rows take the copies of an expert in turns."""
-        if self.placement.max_copies == 1:
-            return self.slots[:, 0][ids]
-        copies = self.copies[ids]
-        row = torch.arange(turn, turn + len(ids), device=ids.device)[:, None]
-        return self.slots[ids, row % copies]
-
 
 class ExpertExchange:
     """One rank's part in the experts of all backbone layers. Between `begin` and `finish` every layer is passed once, in order."""
@@ -94,10 +87,16 @@ class ExpertExchange:
         hidden: int,
         dtype: torch.dtype,
         num_chosen: int,
+        beside: bool = True,
+        gather_home: int = 0,
     ) -> None:
         """boundary: first layer that sees the decoder's rows only. exact: bring home every choice's term, so that the sum has the order and
-        the rounding of a rank that holds all experts; otherwise each rank's sum comes home."""
+        the rounding of a rank that holds all experts; otherwise each rank's sum comes home. beside: in recorded steps the shared expert
+        runs on a stream of its own while rows travel. gather_home: up to this capacity sums come home by a gather of everybody's, which
+        is one plain collective for more bytes. Neither changes a bit.
+        """
         self.group, self.exact, self.route = group, exact, route
+        self.beside, self.gather_home = beside, gather_home
         # [layers, c]: tokens by local slot since somebody set it to zero, while `counting`.
         self.counts = torch.zeros(num_layers, placement.slots_per_rank, dtype=torch.int64, device=device)
         self.counting = False
@@ -165,22 +164,40 @@ class ExpertExchange:
             ids = self.forced(ids, number, self.group.rank)
         experts = layer.experts[0]
         trip = _Trip(self.group, layer, capacity, self.route, self._real)
+        shared = self._shared(experts, x)
         rows, slots, shares = trip.dispatch(x, ids, weights)
         if self.counting:
             known = slots.flatten()
             layer.counts.scatter_add_(0, known.clamp(min=0), (known >= 0).long())
         if self.exact:
             parts = trip.bring_parts(experts.parts(rows, slots, shares))
-            return experts.add_up(parts, experts.shared(x)) if len(x) else x
-        sums = trip.bring_sums(experts.summed(rows, slots, shares))
-        return (sums + experts.shared(x)).to(x.dtype) if len(x) else x
+            return experts.add_up(parts, shared()) if len(x) else x
+        sums = trip.bring_sums(experts.summed(rows, slots, shares), capacity <= self.gather_home)
+        return add_rank_sums(sums, shared()) if len(x) else x
+
+    def _shared(self, experts: Experts, x: Tensor) -> Callable[[], Tensor]:
+        """What waits for the shared expert's rows: begun here on a side stream of a recorded step, computed then and there otherwise."""
+        if not (self.beside and x.is_cuda and len(x) and torch.cuda.is_current_stream_capturing()):
+            return lambda: experts.shared(x)
+        here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            begun = experts.shared(x)  # this memory is given out again behind the next wait of this stream for the other one
+
+        def joined() -> Tensor:
+            here.wait_stream(side)
+            return begun
+
+        return joined
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Trip:
-    """One layer's rows on their way out and back.
-
-    A row travels as 32-bit words: its values, its K slots, its K weights.
-    """
+    """One layer's rows on their way out and back; see `engine.ops.exchange_rows` for a row on its way."""
 
     def __init__(self, group: TensorGroup, layer: RoutedLayer, capacity: int, route: Route, real: Tensor | None) -> None:
         """real: [T] bool, the rows that want experts; None for all of them."""
@@ -190,27 +207,25 @@ class _Trip:
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All rows that came here, [ranks * capacity, C], with their local slots and weights [ranks * capacity, K]."""
-        group, capacity, chosen = self._group, self._capacity, ids.shape[1]
-        slots = self._layer.slots_for(ids, group.rank)
-        if self._real is not None:
-            slots = torch.where(self._real[:, None], slots, -1)
-        self._owners = slots.div(self._slots_per_rank, rounding_mode="floor")
-        values = x.contiguous().view(torch.int32)
-        width = values.shape[1]
-        packed = torch.cat((values, slots.int(), weights.contiguous().view(torch.int32)), 1)
-        if packed.shape[1] % _ALIGNED:
-            packed = torch.nn.functional.pad(packed, (0, -packed.shape[1] % _ALIGNED))
-        arrived = x.new_empty(group.size, capacity, packed.shape[1], dtype=torch.int32)
-        if self._route is Route.GATHER:
-            sent = _padded(packed, capacity, width)
-            group.all_gather(arrived, sent)
+        group, layer, (count, chosen) = self._group, self._layer, ids.shape
+        gathered = self._route is Route.GATHER
+        width, words = row_words(x, chosen)
+        sent = self._capacity if gathered else count
+        packed = pack_rows(x, ids, weights, layer.slots, layer.copies, self._real, group.rank, sent)
+        self._slots = packed[:count, width : width + chosen]
+        arrived = x.new_empty(group.size, self._capacity, words, dtype=torch.int32)
+        if gathered:
+            group.all_gather(arrived, packed)
         else:
             group.all_to_all(arrived, self._sort(packed, width))
         flat = arrived.flatten(0, 1)
-        slot = flat[:, width : width + chosen]
-        here = slot.div(self._slots_per_rank, rounding_mode="floor") == group.rank
-        local = torch.where(here, slot - group.rank * self._slots_per_rank, -1).long()
-        return flat[:, :width].view(x.dtype), local, flat[:, width + chosen : width + 2 * chosen].view(torch.float32)
+        local, shares = local_choices(flat, width, chosen, group.rank * self._slots_per_rank, self._slots_per_rank)
+        return flat[:, :width].view(x.dtype), local, shares
+
+    @property
+    def _owners(self) -> Tensor:
+        """[T, K]: the rank that computes a choice, below 0 for none."""
+        return self._slots.div(self._slots_per_rank, rounding_mode="floor").long()
 
     def _sort(self, packed: Tensor, width: int) -> Tensor:
         """[ranks, capacity, W]: for every rank the rows that need it, in order."""
@@ -218,32 +233,29 @@ class _Trip:
         ranks = torch.arange(group.size, device=packed.device)
         needed = (self._owners[:, :, None] == ranks).any(1)  # [T, ranks]
         place = self._place = torch.where(needed, needed.long().cumsum(0) - 1, -1)
-        sent = _padded(packed.new_empty(0, packed.shape[1]), group.size * (self._capacity + 1), width)
         # One row more per rank takes what does not travel, so that no size depends on the data.
+        sent = packed.new_zeros(group.size * (self._capacity + 1), packed.shape[1])
+        sent[:, width:] = -1
         target = ranks * (self._capacity + 1) + torch.where(needed, place, self._capacity)
         sent[target.flatten()] = packed.repeat_interleave(group.size, 0)
         return sent.view(group.size, self._capacity + 1, -1)[:, : self._capacity].contiguous()
 
     def bring_parts(self, parts: Tensor) -> Tensor:
         """[ranks * capacity, K, C] computed here -> [T, K, C] of this rank's rows, each from the rank that computed it."""
-        count, chosen = self._owners.shape
+        count, chosen = self._slots.shape
         returned = self._return(parts)
         row = torch.arange(count, device=parts.device)[:, None]
         owners = self._owners.clamp(min=0)  # padding has none; what it gets instead, nobody reads
         place = row if self._place is None else self._place.gather(1, owners)
         return returned[owners, place, torch.arange(chosen, device=parts.device)]
 
-    def bring_sums(self, sums: Tensor) -> Tensor:
-        """[ranks * capacity, C] computed here -> [T, C] fp32 of this rank's rows, added up in rank order."""
-        count = len(self._owners)
-        returned = self._return(sums)
+    def bring_sums(self, sums: Tensor, by_gather: bool) -> Tensor:
+        """[ranks * capacity, C] computed here -> [ranks, T or more, C]: every rank's sums of this rank's rows."""
+        returned = self._gather(sums) if by_gather else self._return(sums)
         if self._place is None:
-            return returned[:, :count].float().sum(0)
-        total = sums.new_zeros(count, sums.shape[1], dtype=torch.float32)
-        for rank in range(self._group.size):
-            place = self._place[:, rank, None]
-            total += torch.where(place >= 0, returned[rank].index_select(0, place[:, 0].clamp(min=0)).float(), 0.0)
-        return total
+            return returned
+        place = self._place.t()[:, :, None]  # [ranks, T, 1]
+        return torch.where(place >= 0, returned.gather(1, place.clamp(min=0).expand(-1, -1, returned.shape[2])), 0)
 
     def _return(self, computed: Tensor) -> Tensor:
         """[ranks, capacity, ...]: what every rank computed of the rows that it got from here."""
@@ -252,12 +264,9 @@ class _Trip:
         self._group.all_to_all(returned, given)
         return returned
 
-
-def _padded(packed: Tensor, rows: int, width: int) -> Tensor:
-    """The rows, then rows of zeros without a choice: slots below 0."""
-    if len(packed) == rows:
-        return packed
-    padded = packed.new_zeros(rows, packed.shape[1])
-    padded[len(packed) :, width:] = -1
-    padded[: len(packed)] = packed
-    return padded
+    def _gather(self, computed: Tensor) -> Tensor:
+        """As `_return`, out of what every rank computed of everybody's rows. Its rows are contiguous."""
+        size, rank = self._group.size, self._group.rank
+        everything = computed.new_empty(size, size, self._capacity, *computed.shape[1:])
+        self._group.all_gather(everything, computed.contiguous())
+        return everything[:, rank]

@@ -23,6 +23,7 @@ from engine.ops.triton import (
     engram_gate,
     engram_gather,
     engram_hash,
+    exchange_rows,
     hyper_boundary,
     index_search,
     row_attention,
@@ -55,6 +56,8 @@ _BALANCE = {"parts": _F32, "squares": _F32, "scale": _F32, "base": _F32, "pre": 
 _HASH = dict.fromkeys(("grams", "multipliers", "primes", "offsets", "rows"), _I64)
 _GATHER = {"rows": _I64, "table": _U8, "scale": _U8, "out": _BF16}
 _GATE = {"h": _BF16, "kv": _BF16, "weight": _F32, "out": _BF16, "eps": "fp32", "root": "fp32"}
+_ROWS = {"x": _I32, "ids": _I64, "weights": _F32, "slots": _I64, "copies": _I64, "real": _U8, "out": _I32}
+_CHOICES = {"rows": _I32, "slots": _I64, "weights": _F32}
 
 # name -> kernel, types of its arguments (others are int32), constants, warps.
 KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
@@ -74,6 +77,9 @@ KERNELS: dict[str, tuple[Any, Mapping[str, str], Mapping[str, Any], int]] = {
     "engram hash": (engram_hash.hash_rows, _HASH, {"GRAMS": 4, "HEADS": 8, "ROWS": 16, "LANES": 8}, 1),
     "engram gather": (engram_gather.gather_rows, _GATHER, {"WIDTH": 256, "GROUP": 32, "ROWS": 8}, 4),
     "engram gate": (engram_gate.gate_streams, _GATE, {"STREAMS": 4, "COLS": 8192}, 8),
+    "pack rows": (exchange_rows.pack_words, _ROWS, {"HAS_REAL": True, "CHOSEN": 6, "SLOTS": 8, "WORDS": 1024}, 4),
+    "local choices": (exchange_rows.split_choices, _CHOICES, {"CHOSEN": 6, "BLOCK": 256}, 4),
+    "rank sums": (exchange_rows.add_sums, dict.fromkeys(("returned", "shared", "out"), _BF16), {"RANKS": 2, "BLOCK": 1024}, 4),
     "attend": (
         row_attention._attend,
         _ATTEND,

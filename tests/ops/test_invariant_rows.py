@@ -63,6 +63,11 @@ def lists(columns: int, num_rows: int) -> torch.Tensor:
     return index.masked_fill(torch.arange(columns) >= torch.randint(0, columns + 1, (POOL, 1)), -1)
 
 
+def rank_sums() -> Case:
+    returned, shared = randn(3, POOL, 40).bfloat16(), randn(POOL, 40).bfloat16()
+    return lambda run, rows: [run(returned[:, rows], shared[rows])]
+
+
 def boundary(dtype: torch.dtype, width: int, written: bool, mixed: bool) -> Case:
     h, y, comb, post, pre = randn(POOL, 4, width).to(dtype), randn(POOL, width).to(dtype), torch.rand(POOL, 4, 4), *torch.rand(2, POOL, 4)
     mixer = Mixer(randn(24, 4 * width) * 0.05, torch.rand(24), randn(24), 20, 1e-6) if mixed else None
@@ -192,6 +197,7 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "engram_hash": lambda: [
         per_row(torch.randint(0, 90, (POOL, 4)), more=(torch.arange(3, 7), *torch.tensor([[[97, 89]] * 3, [[0, 97]] * 3]), 2))
     ],
+    "add_rank_sums": lambda: [rank_sums()],
     "expand": lambda: [per_row(randn(POOL, 40), randn(POOL, 4, 40), torch.rand(POOL, 4), torch.rand(POOL, 4, 4))],
     "expert_logits": lambda: [per_row(randn(POOL, 1100).bfloat16(), more=(randn(40, 1100).to(dtype),)) for dtype in (BF16, F32)],
     "expert_mlp": lambda: [
@@ -205,6 +211,11 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "index_queries": lambda: [per_row(randn(POOL, 4, 64).to(dtype), angles(POOL, 8)) for dtype in (BF16, F32)],
     "index_scores": lambda: [scores(dtype) for dtype in (BF16, F32)],
     "index_search": lambda: [search(4, 0), search(16, 6), search(20, 0)],
+    "local_choices": lambda: [per_row(torch.randint(-1, 12, (POOL, 12), dtype=torch.int32), more=(4, 3, 6, 6))],
+    "pack_rows": lambda: [
+        per_row(randn(POOL, 40).to(dtype), *choices(5, 3), more=(torch.randperm(5)[:, None], torch.ones(5).long(), None, 1, POOL))
+        for dtype in (BF16, F32)
+    ],
     "packed_experts": lambda: [per_row(randn(POOL, 64).bfloat16(), *choices(3, 2), more=(experts(), 2.0, False))],
     "packed_linear": lambda: [
         per_row(randn(POOL, 160).bfloat16(), more=(weights, ordered))
@@ -270,8 +281,8 @@ def test_a_row_of_the_reference_has_the_same_bits_in_every_batch(name):
         check(case, registry._OPS[name], (2, 3, 7, 17, 33, 64, POOL))
 
 
-TRITON = ["attention_inputs", "compress_entries", "engram_gate", "expert_logits", "hyper_boundary", "index_queries", "index_search",
-          "route_experts", "row_attention"]  # fmt: skip
+TRITON = ["add_rank_sums", "attention_inputs", "compress_entries", "engram_gate", "expert_logits", "hyper_boundary", "index_queries",
+          "index_search", "local_choices", "pack_rows", "route_experts", "row_attention"]  # fmt: skip
 CUDA = ["packed_experts", "packed_linear", "routed_experts", "sample_rows", "shared_expert"]
 
 
