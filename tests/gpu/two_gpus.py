@@ -1,9 +1,10 @@
 """Shared experts on two GPUs: `python -m tests.gpu.two_gpus OUT_DIR`. Needs torch, numpy and nvcc.
 
 One MoE block at the released shapes with random packed weights: that two ranks with half of the experts each give what one rank with all
-gives; decode throughput of both over one; what dispatch and combine take; what balancing recovers when one expert gets eight times its
-share; two independent ranks over one. Decode times are those of recorded graphs. Then a small model through the runner: recorded steps
-against eager ones, both with shared experts, in logits and in time. One JSON file per rank, a table last.
+gives; decode throughput of both over one; what dispatch and combine take, in forms whose outputs must have the same bits; what balancing
+recovers when one expert gets eight times its share; two independent ranks over one. Decode times are those of recorded graphs. Then a small
+model through the runner: recorded steps against eager ones, both with shared experts, in logits and in time. One JSON file per rank, a
+table last.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine.cuda_graph import NullRecorder
 from engine.distributed import GlooGroup
 from engine.models.numerics import WideLinear
 from engine.models.packed_layers import PackedMoE
+from engine.ops.exchange_rows import ADD_RANK_SUMS, LOCAL_CHOICES, PACK_ROWS
 from engine.ops.packed_experts import PackedExperts
 from engine.ops.packed_weights import Format, PackedWeights
 from engine.ops.registry import select
@@ -49,6 +51,14 @@ ROUNDS = 10 if DEVICE == "cuda" else 1
 IMBALANCE = 1.8  # tokens of the first of two ranks over the mean, where routing is forced
 MANY_ROWS = 4096 if DEVICE == "cuda" else 64
 ALIKE_S = 10.0  # between one rank's failure and the other's
+# Ends of a trip: one kernel each, the shared expert beside, and sums that come home by a gather.
+FORMS = {
+    "plain": (False, False, False),
+    "kernels": (True, False, False),
+    "beside": (True, True, False),
+    "gather_home": (True, True, True),
+    "gather_home_alone": (True, False, True),
+}
 HOT = 8  # how many times its share the hot expert gets
 
 
@@ -110,7 +120,9 @@ class Bench:
             torch.cuda.synchronize()
         self.group.max([0])
 
-    def exchange(self, *, extra: int = 0, exact: bool = False, route: Route = Route.GATHER, attach: bool = True) -> ExpertExchange:
+    def exchange(
+        self, *, extra: int = 0, exact: bool = False, route: Route = Route.GATHER, attach: bool = True, **changes: Any
+    ) -> ExpertExchange:
         placement = Placement.initial(EXPERTS, extra, 2)
         exchange = ExpertExchange(
             self.tensors,
@@ -123,6 +135,7 @@ class Bench:
             hidden=HIDDEN,
             dtype=torch.bfloat16,
             num_chosen=CHOSEN,
+            **changes,
         )
         if attach:
             held = exchange.local_experts
@@ -276,15 +289,16 @@ class Bench:
             times.append(begin.elapsed_time(end) * 1e3 / LAYERS)
         return statistics.median(times[2:])
 
-    def shared_calls(self, exchange: ExpertExchange, inputs: list[Tensor]) -> Callable[[], None]:
-        """The block on all inputs, as a graph. Capacities are agreed on once, as they are once per step."""
+    def shared_calls(self, exchange: ExpertExchange, inputs: list[Tensor], outputs: list[Tensor] | None = None) -> Callable[[], None]:
+        """The block on all inputs, as a graph. Capacities are agreed on once, as they are once per step. outputs: those of a call."""
         exchange.begin(len(inputs[0]), len(inputs[0]))
         exchange.finish()
 
         def call() -> None:
             exchange.restart()
-            for number, x in enumerate(inputs):
-                block_of(exchange, number)(x, number)
+            made = [block_of(exchange, number)(x, number) for number, x in enumerate(inputs)]
+            if outputs is not None:
+                outputs[:] = made
 
         return self.record(call)
 
@@ -300,22 +314,40 @@ class Bench:
                 self.barrier()
             row["both_alone_us"] = self.microseconds(alone)
             for route in Route:
-                exchange = self.exchange(route=route)
-                replay = self.shared_calls(exchange, inputs)
-                row[f"{route}_us"] = self.microseconds(replay)
-                # The same without experts: what is left is dispatch, combine and the router.
-                idle = self.exchange(route=route, attach=False)
-                nothing = NoExperts(self.block, idle)
-                for number in range(LAYERS):
-                    idle.attach(number, nothing)
-                row[f"{route}_comm_us"] = self.microseconds(self.shared_calls(idle, inputs)) - row.setdefault(
-                    "router_us", self.router(inputs)
-                )
+                row[f"{route}_us"] = self.microseconds(self.shared_calls(self.exchange(route=route), inputs))
+                router_us = row.setdefault("router_us", self.router(inputs))
+                row[f"{route}_comm_us"] = self.microseconds(self.shared_calls(self.travelling(route=route), inputs)) - router_us
+            row["forms"] = self.forms(inputs)
             row["speedup"] = 2 * row["alone_us"] / min(row["gather_us"], row["all_to_all_us"])
             row["independent"] = 2 * row["alone_us"] / row["both_alone_us"]
             row["comm_share"] = row["gather_comm_us"] / row["gather_us"]
             self.results.setdefault("decode", []).append(row)
             print(self.rank, json.dumps(row), flush=True)
+
+    def travelling(self, **changes: Any) -> ExpertExchange:
+        """An exchange without experts: what its steps take is dispatch, combine and the router."""
+        exchange = self.exchange(attach=False, **changes)
+        nothing = NoExperts(self.block, exchange)
+        for number in range(LAYERS):
+            exchange.attach(number, nothing)
+        return exchange
+
+    def forms(self, inputs: list[Tensor]) -> dict[str, Any]:
+        """Times of the exchange by `gather` with and without each of its ways to be quick, dispatch and combine alone behind them."""
+        times: dict[str, Any] = {}
+        wanted: list[Tensor] = []
+        backend = PACK_ROWS.backend
+        for name, (kernels, beside, gather_home) in FORMS.items():
+            for op in (PACK_ROWS, LOCAL_CHOICES, ADD_RANK_SUMS):
+                op.use(backend if kernels else "reference")
+            changes: dict[str, Any] = {"beside": beside, "gather_home": len(inputs[0]) if gather_home else 0}
+            outputs: list[Tensor] = []
+            whole_us = self.microseconds(self.shared_calls(self.exchange(**changes), inputs, outputs))
+            wanted = wanted or outputs
+            same = all(torch.equal(one, two) for one, two in zip(wanted, outputs, strict=True)) and bool(outputs[0].isfinite().all())
+            travel_us = self.microseconds(self.shared_calls(self.travelling(**changes), inputs))
+            times[name] = {"us": whole_us, "without_experts_us": travel_us, "same_bits": same}
+        return times
 
     def run_alone(self, inputs: list[Tensor]) -> None:
         for x in inputs:
@@ -485,6 +517,12 @@ def report(out: Path) -> None:
             f"{row['all_to_all_us']:>8.1f} {row['speedup']:>8.2f} {row['independent']:>7.2f} {row['gather_comm_us']:>6.1f} "
             f"{row['comm_share']:>6.2f}"
         )
+    for row in results.get("decode", []):
+        for name, form in row["forms"].items():
+            bits = "same" if form["same_bits"] else "OTHER"
+            print(
+                f"{row['rows_per_rank']:>5} {name:>18} {form['us']:>8.1f} us, without experts {form['without_experts_us']:.1f}, {bits} bits"
+            )
     for row in results.get("balance", []):
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})
 
