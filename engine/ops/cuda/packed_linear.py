@@ -12,8 +12,6 @@ from engine.ops.packed_weights import Format, PackedWeights
 
 # Up to so many rows packed weights are quicker than ordered ones.
 _FEW_ROWS = 32
-# And beyond so many again where columns are divided.
-_SLICED_ROWS = 512
 
 
 def launch(x: Tensor, weights: PackedWeights, ordered: OrderedWeights | None = None) -> Tensor:
@@ -23,7 +21,7 @@ def launch(x: Tensor, weights: PackedWeights, ordered: OrderedWeights | None = N
 
 def launch_invariant(x: Tensor, weights: PackedWeights, ordered: OrderedWeights | None = None) -> Tensor:
     """`launch` with one order of every sum, whose bits both kinds of weights give."""
-    if ordered is None or len(x) <= _FEW_ROWS or (ordered.slices > 1 and len(x) > _SLICED_ROWS):
+    if ordered is None or len(x) <= _FEW_ROWS:
         return run_linear(*machine(x.device), x, weights, fixed=True)
     from engine.ops.triton.ordered_linear import division, ordered_linear
     from engine.ops.triton.product_order import in_order
