@@ -26,7 +26,7 @@ class Tuning:
     """keys: per tile, of heads at least 256 wide. stages: tiles whose rows are under way while one is computed, plus one."""
 
     hopper: bool = True  # the layouts of `row_attention_hopper`, where the shape is theirs
-    decoders: int = 4  # and so many warps that only decode, of `row_attention_roles`; 0, 4 or 8
+    decoders: int | None = None  # and 0, 4 or 8 warps that only decode, of `row_attention_roles`; None: as many as are fastest
     joined: int = 256  # rows of batch-invariant mode from which on one program has all parts of a row, if some warps decode; 0: never
     keys: int = 64
     stages: int = 2
@@ -267,8 +267,9 @@ def _launch_rows(
     words, factor = out.view(torch.int32), scale * _LOG2E.value * SHRINK.value
     second_fp8 = num_second > 0 and second.rows.shape[-1] == window.rows.shape[-1]
     if tuning.hopper and not second_fp8 and (num_heads, width, rot.shape[1]) == (64, 512, 32) and _is_hopper():
-        joined = joined and tuning.decoders > 0
-        roles = {"DECODERS": tuning.decoders, "JOINED": joined} if tuning.decoders else {}
+        decoders = (8 if per == 1 else 4) if tuning.decoders is None else tuning.decoders
+        joined = joined and decoders > 0
+        roles = {"DECODERS": decoders, "JOINED": joined} if decoders else {}
         if roles:
             from engine.ops.triton.row_attention_roles import attend
         else:
