@@ -28,6 +28,16 @@ class Route(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
+class Beside(StrEnum):
+    """What the shared expert runs beside in recorded steps: the rows' trips and everything between, the routed experts and the trip home,
+    or nothing, behind all that. Other steps have one stream.
+    """
+
+    TRIPS = "trips"
+    EXPERTS = "experts"
+    NOTHING = "nothing"
+
+
 class Experts(Protocol):
     """One layer's experts on this rank: routed ones in local slots [0, c), and the shared one. A slot below 0 stands for no expert."""
 
@@ -87,13 +97,12 @@ class ExpertExchange:
         hidden: int,
         dtype: torch.dtype,
         num_chosen: int,
-        beside: bool = True,
+        beside: Beside = Beside.TRIPS,
         gather_home: int = 0,
     ) -> None:
         """boundary: first layer that sees the decoder's rows only. exact: bring home every choice's term, so that the sum has the order and
-        the rounding of a rank that holds all experts; otherwise each rank's sum comes home. beside: in recorded steps the shared expert
-        runs on a stream of its own while rows travel. gather_home: up to this capacity sums come home by a gather of everybody's, which
-        is one plain collective for more bytes. Neither changes a bit.
+        the rounding of a rank that holds all experts; otherwise each rank's sum comes home. gather_home: up to this capacity sums come
+        home by a gather of everybody's, which is one plain collective for more bytes. Neither that nor `beside` changes a bit.
         """
         self.group, self.exact, self.route = group, exact, route
         self.beside, self.gather_home = beside, gather_home
@@ -164,8 +173,9 @@ class ExpertExchange:
             ids = self.forced(ids, number, self.group.rank)
         experts = layer.experts[0]
         trip = _Trip(self.group, layer, capacity, self.route, self._real)
-        shared = self._shared(experts, x)
+        early = self._begin_shared(experts, x) if self.beside is Beside.TRIPS else None
         rows, slots, shares = trip.dispatch(x, ids, weights)
+        shared = early or self._begin_shared(experts, x)
         if self.counting:
             known = slots.flatten()
             layer.counts.scatter_add_(0, known.clamp(min=0), (known >= 0).long())
@@ -175,9 +185,9 @@ class ExpertExchange:
         sums = trip.bring_sums(experts.summed(rows, slots, shares), capacity <= self.gather_home)
         return add_rank_sums(sums, shared()) if len(x) else x
 
-    def _shared(self, experts: Experts, x: Tensor) -> Callable[[], Tensor]:
-        """What waits for the shared expert's rows: begun here on a side stream of a recorded step, computed then and there otherwise."""
-        if not (self.beside and x.is_cuda and len(x) and torch.cuda.is_current_stream_capturing()):
+    def _begin_shared(self, experts: Experts, x: Tensor) -> Callable[[], Tensor]:
+        """What waits for the shared expert's rows: begun now, on a side stream of a recorded step, or computed only then."""
+        if self.beside is Beside.NOTHING or not (x.is_cuda and len(x) and torch.cuda.is_current_stream_capturing()):
             return lambda: experts.shared(x)
         here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
         side.wait_stream(here)

@@ -35,7 +35,7 @@ from engine.ops.packed_weights import Format, PackedWeights
 from engine.ops.registry import select
 from engine.ops.route_experts import route_experts
 from engine.parallel.balancer import Balancer, BalanceSettings
-from engine.parallel.expert_exchange import ExpertExchange, Route
+from engine.parallel.expert_exchange import Beside, ExpertExchange, Route
 from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 from tests.gpu.ranks import run_together
@@ -51,13 +51,14 @@ ROUNDS = 10 if DEVICE == "cuda" else 1
 IMBALANCE = 1.8  # tokens of the first of two ranks over the mean, where routing is forced
 MANY_ROWS = 4096 if DEVICE == "cuda" else 64
 ALIKE_S = 10.0  # between one rank's failure and the other's
-# Ends of a trip: one kernel each, the shared expert beside, and sums that come home by a gather.
+# Ends of a trip as kernels, what the shared expert runs beside, whether sums come home by a gather.
 FORMS = {
-    "plain": (False, False, False),
-    "kernels": (True, False, False),
-    "beside": (True, True, False),
-    "gather_home": (True, True, True),
-    "gather_home_alone": (True, False, True),
+    "plain": (False, Beside.NOTHING, False),
+    "kernels": (True, Beside.NOTHING, False),
+    "beside experts": (True, Beside.EXPERTS, False),
+    "beside trips": (True, Beside.TRIPS, False),
+    "experts, gathered": (True, Beside.EXPERTS, True),
+    "trips, gathered": (True, Beside.TRIPS, True),
 }
 HOT = 8  # how many times its share the hot expert gets
 
