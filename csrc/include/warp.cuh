@@ -38,9 +38,6 @@ __device__ __forceinline__ void copy_async8(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
 }
 
-// Asks for the 128 bytes around an address, which come to the L2 cache.
-__device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
-
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>

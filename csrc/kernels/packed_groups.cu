@@ -15,18 +15,11 @@ namespace dix {
 constexpr int kGroupColumns = 64;
 constexpr int kGroupAlign = 1024;  // of a tile of tokens
 
-// Items of up to kTokens tokens; thread blocks of kWarps warps with kRows tiles of 16 rows each; kStages places of the ring.
-// kMixed: decoding stands between the products of a stage: a warp waits where it issues a product whose weights are in registers until the one
-// before has taken its own.
-// kBlocksAhead: so many blocks of weights are asked for as a whole before their stages are copied one by one, 0 for none.
-template <int kMost, int kManyWarps, int kManyRows, int kPlaces, bool kMixed = false, int kBlocksAhead = 0>
+// Thread blocks of kWarps warps with kRows tiles of 16 rows each; kStages places of the ring.
+template <int kManyWarps, int kManyRows, int kPlaces>
 struct GroupForm {
-    static constexpr int kTokens = kMost, kWarps = kManyWarps, kRows = kManyRows, kStages = kPlaces;
+    static constexpr int kTokens = 128, kWarps = kManyWarps, kRows = kManyRows, kStages = kPlaces;
     static constexpr int kThreads = 32 * kWarps;
-    // There are registers enough for products that begin before those of the stage before are over.
-    static constexpr bool kOverlaps = kTokens <= 64 && !kMixed;
-    static constexpr bool kInterleaves = kMixed;
-    static constexpr int kAhead = kBlocksAhead;
 };
 
 template <Format kFormat, class Form>
@@ -54,8 +47,7 @@ struct GroupUnit {
     using L = Layout<kFormat>;
     using S = GroupStage<kFormat, Form>;
     static constexpr int kTokens = Form::kTokens, kGroupRows = Form::kRows, kStages = Form::kStages, kThreads = Form::kThreads;
-    static constexpr bool kOverlaps = Form::kOverlaps;
-    static constexpr int kUnderWay = kStages - (kOverlaps ? 2 : 1);
+    static constexpr int kUnderWay = kStages - 1;
     static constexpr int kCopied = kTokens * 8 / kThreads;  // tokens of which a thread copies a piece
     // Operands of the products of one stage.
     using GroupWeights = uint32_t[kGroupRows][4][4];
@@ -71,18 +63,9 @@ struct GroupUnit {
     bool used[kCopied];
     const unsigned char* scales[kGroupRows];
     uint2 fields[kGroupRows], later[kGroupRows];
-    uint4 packed[kGroupRows][S::kChunks];
     float acc[kGroupRows][kTokens / 8][4];
 
     __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kStages * S::kBytes; }
-
-    // Half a warp asks for the 2,048 bytes of a block of weights: codes + lane * 16 becomes codes + lane * 128.
-    __device__ __forceinline__ void ask(int block) const {
-        const int lane = threadIdx.x % 32;
-        if (block >= p.blocks || lane >= kBlockBytes / 128) return;
-#pragma unroll
-        for (int r = 0; r < kGroupRows; ++r) prefetch(codes[r] + static_cast<int64_t>(block) * kBlockBytes + lane * (128 - 16));
-    }
 
     __device__ __forceinline__ void issue(int stage) {
         const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -98,9 +81,6 @@ struct GroupUnit {
                 const int row = thread / 8 + kThreads / 8 * i, piece = thread % 8;
                 if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + columns * kGroupColumns + piece * 8);
             }
-            if constexpr (Form::kAhead > 0 && !kSliced) {
-                if (stage % S::kPerBlock == 0) ask(stage / S::kPerBlock + Form::kAhead);
-            }
             unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) {
@@ -114,7 +94,7 @@ struct GroupUnit {
     }
 
     // Only this lane's own copies are read.
-    __device__ __forceinline__ void fetch(int stage) {
+    __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (stage % S::kPerBlock == 0) {
             int block = stage / S::kPerBlock + 1;
@@ -133,57 +113,34 @@ struct GroupUnit {
 #pragma unroll
         for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
-            for (int c = 0; c < S::kChunks; ++c) packed[r][c] = load_shared16(mine + (r * S::kChunks + c) * 512);
-        }
-    }
-
-    // Operands of product `s` of the stage that was fetched.
-    __device__ __forceinline__ void decode_step(int stage, int s, GroupWeights& a) const {
-        const int c = s / S::kSteps, q = stage % S::kPerBlock * S::kChunks + c;
+            for (int c = 0; c < S::kChunks; ++c) {
+                const int q = stage % S::kPerBlock * S::kChunks + c;
+                const uint32_t upper = factor(fields[r].x, q), lower = factor(fields[r].y, q);
+                const uint4 packed = load_shared16(mine + (r * S::kChunks + c) * 512);
+                const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
-        for (int r = 0; r < kGroupRows; ++r) {
-            const uint32_t words[4] = {packed[r][c].x, packed[r][c].y, packed[r][c].z, packed[r][c].w};
-            L::decode(words, s % S::kSteps, factor(fields[r].x, q), factor(fields[r].y, q), a[r][s]);
+                for (int s = 0; s < S::kSteps; ++s) L::decode(words, s, upper, lower, a[r][c * S::kSteps + s]);
+            }
         }
-    }
-
-    __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
-        fetch(stage);
-#pragma unroll
-        for (int s = 0; s < 4; ++s) decode_step(stage, s, a);
     }
 
     // The products of one stage, whose weights are decoded, while those of the next one are.
     template <int kPairs>
     __device__ __forceinline__ void step(int stage, const GroupWeights& now, GroupWeights& next) {
-        if constexpr (Form::kInterleaves) wait_copies<kUnderWay - 2>();  // for this lane's weights of the next stage
         show_shared();
-        sync_block();  // everyone's tokens of this stage are there; over are everyone's products of the stage before, or of the one before it
+        sync_block();  // everyone's tokens of this stage are there; everyone's products of the stage before are over
         const unsigned char* tokens = stage_at(stage);
-        const bool more = stage + 1 < num_stages;
-        if constexpr (Form::kInterleaves) {
-            if (more) fetch(stage + 1);
-        }
         group_begin();
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
 #pragma unroll
             for (int r = 0; r < kGroupRows; ++r) group_multiply<kPairs>(acc[r], now[r][s], tokens, s);
-            if constexpr (Form::kInterleaves) {
-                if (s == 0) issue(stage + kUnderWay);
-                decode_step(stage + 1, s, next);  // of nothing behind the last stage
-            }
         }
         group_commit();
-        if constexpr (Form::kInterleaves) {
-            group_wait<0>();
-            return;
-        }
         issue(stage + kUnderWay);
-        if constexpr (kOverlaps) group_wait<1>();  // for the stage before, whose weights `next` has held
         wait_copies<kUnderWay - 1>();
-        if (more) decode(stage + 1, next);
-        if constexpr (!kOverlaps) group_wait<0>();
+        if (stage + 1 < num_stages) decode(stage + 1, next);
+        group_wait<0>();
     }
 
     // All stages for items of up to 16 * kPairs tokens.
@@ -246,7 +203,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
         const int item_index = unit_index / row_groups;
         const Item item = item_of(p, item_index, kTokens);
         const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
-        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}, {}};
+        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}};
 #pragma unroll
         for (int i = 0; i < unit.kCopied; ++i) {
             const int column = thread / 8 + Form::kThreads / 8 * i;
@@ -264,10 +221,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
             unit.scales[r] = p.scales + block * L::kScaleBytes + L::scale_offset(g, t);
             unit.later[r] = load_global8(unit.scales[r]);
         }
-        if constexpr (Form::kAhead > 0 && !kSliced) {
-#pragma unroll 1
-            for (int block = 0; block < Form::kAhead; ++block) unit.ask(block);
-        }
         sync_block();  // the stages of the previous unit are still being read
 #pragma unroll 1
         for (int s = 0; s < unit.kUnderWay; ++s) unit.issue(s);
@@ -276,12 +229,12 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
             unit.template multiply<2>();
         } else if (item.count <= 48) {
             unit.template multiply<3>();
-        } else if (kTokens == 64 || item.count <= 64) {
+        } else if (item.count <= 64) {
             unit.template multiply<4>();
         } else if (item.count <= 80) {
-            unit.template multiply<kTokens == 64 ? 4 : 5>();
+            unit.template multiply<5>();
         } else {
-            unit.template multiply<kTokens == 64 ? 4 : 8>();
+            unit.template multiply<8>();
         }
 #pragma unroll
         for (int r = 0; r < kGroupRows; ++r) {
@@ -310,27 +263,24 @@ int launch_groups(const PackedGemm& p, int slices, int num_blocks, cudaStream_t 
 }
 
 template <Epilogue kEpilogue>
-int choose_groups(const PackedGemm& p, int format, int form, int slices, int num_blocks, cudaStream_t stream) {
+int choose_groups(const PackedGemm& p, int format, int slices, int num_blocks, cudaStream_t stream) {
     const bool divided = slices == 4 || slices == 8;
     if (slices != 1 && (!divided || format != kFp8 || slices > p.blocks)) return cudaErrorInvalidValue;
-    if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 3>, true>(p, slices, num_blocks, stream);
-    if (format == kFp8) return launch_groups<kFp8, kEpilogue, GroupForm<128, 8, 2, 6>>(p, 1, num_blocks, stream);
-    if (form == 1) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8>>(p, 1, num_blocks, stream);
-    if (form == 2) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 8, true>>(p, 1, num_blocks, stream);
-    if (form == 3) return launch_groups<kFp4, kEpilogue, GroupForm<128, 16, 1, 8, false, 4>>(p, 1, num_blocks, stream);
-    if (form == 4) return launch_groups<kFp4, kEpilogue, GroupForm<64, 16, 1, 8, true, 4>>(p, 1, num_blocks, stream);
+    if (format == kFp8 && divided) return launch_groups<kFp8, kEpilogue, GroupForm<8, 2, 3>, true>(p, slices, num_blocks, stream);
+    if (format == kFp8) return launch_groups<kFp8, kEpilogue, GroupForm<8, 2, 6>>(p, 1, num_blocks, stream);
+    if (format == kFp4) return launch_groups<kFp4, kEpilogue, GroupForm<16, 1, 8>>(p, 1, num_blocks, stream);
     return cudaErrorInvalidValue;
 }
 
 }  // namespace dix
 
-// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. form: of FP4, see above.
+// As dix_packed_tiles, for columns of x in the order of products. Only a build for sm_90a multiplies anything. 
 // slices: 1, for FP8 also 4 and 8 of at least as many blocks of columns, adds in the order of dix_packed_gemm with as many.
-extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int form, int slices, int num_blocks, void* stream) {
+extern "C" int dix_packed_groups(const dix::PackedGemm* p, int format, int epilogue, int slices, int num_blocks, void* stream) {
     using namespace dix;
     const auto s = static_cast<cudaStream_t>(stream);
     if (num_blocks < 1 || p->x_stride % 8 != 0 || p->x_group_stride % 8 != 0) return cudaErrorInvalidValue;
-    if (epilogue == kSwiglu) return choose_groups<kSwiglu>(*p, format, form, slices, num_blocks, s);
-    if (epilogue == kPlainBf16) return choose_groups<kPlainBf16>(*p, format, form, slices, num_blocks, s);
+    if (epilogue == kSwiglu) return choose_groups<kSwiglu>(*p, format, slices, num_blocks, s);
+    if (epilogue == kPlainBf16) return choose_groups<kPlainBf16>(*p, format, slices, num_blocks, s);
     return cudaErrorInvalidValue;
 }

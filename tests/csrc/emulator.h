@@ -183,7 +183,6 @@ T* of_rank(T* shared, int rank) {
 inline void copy_async16(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 16}); }
 inline void copy_async4(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 4}); }
 inline void copy_async8(void* to, const void* from) { emulator::threads[emulator::current].open.push_back({to, from, 8}); }
-inline void prefetch(const void*) {}
 inline void commit_copies() {
     auto& thread = emulator::threads[emulator::current];
     thread.groups.push_back(std::move(thread.open));

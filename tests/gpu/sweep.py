@@ -33,13 +33,7 @@ def boundary(setting: Setting) -> dict[str, Forms]:
     from engine.ops.triton.hyper_boundary import Division, division, launch
 
     best = division(4096)
-    tried = [
-        best,
-        replace(best, registers=64),
-        replace(best, stages=4),
-        replace(best, registers=64, chunk=2048),
-        replace(best, registers=48),
-    ]
+    tried = [best, replace(best, stages=4), replace(best, recent=False), replace(best, early=False), replace(best, chunk=2048)]
     found: dict[str, Forms] = {}
     for rows in (2,) if setting.small else (1, 64, 4096):
         sets = boundary_inputs(setting, rows, 4 if rows <= 64 else 1)
@@ -107,8 +101,7 @@ def experts(setting: Setting) -> dict[str, Forms]:
     from engine.ops.packed_experts import PACKED_EXPERTS
 
     shapes = {
-        "16 tiles": Shape(16, warpgroups=True), "16 tiles, ahead": Shape(16, warpgroups=True, form=3),
-        "8 tiles": Shape(8, warpgroups=True), "8 tiles, ahead": Shape(8, warpgroups=True, form=3), "mma.sync, 4 tiles": Shape(4),
+        "warpgroups": Shape(16, warpgroups=True), "mma.sync": Shape(16), "mma.sync, 4 tiles": Shape(4),
     }  # fmt: skip
     found: dict[str, Forms] = {}
     for tokens, share in ((256, 48), (2048, 0), (4096, 0)):
@@ -124,14 +117,14 @@ def experts(setting: Setting) -> dict[str, Forms]:
         ) -> tuple[Sequence[Call], Callable[[], float]]:
             def call() -> torch.Tensor:
                 packed_experts.division = lambda *_: shape  # type: ignore[assignment]
-                return packed_experts.launch(*problem, False)
+                return packed_experts.launch(*problem, False, warpgroups=shape.warpgroups)
 
             return [call], lambda: relative_error(call()[few], wanted)
 
         def routed(shape: Shape, problem=(x, ids, weights, packed, limit)) -> tuple[Sequence[Call], Callable[[], float]]:
             def call() -> torch.Tensor:
                 packed_experts.division = lambda *_: shape  # type: ignore[assignment]
-                return packed_experts.run_routed(*machine(problem[0].device), *problem, False)
+                return packed_experts.run_routed(*machine(problem[0].device), *problem, False, warpgroups=shape.warpgroups)
 
             return [call], lambda: 0.0 if call().isfinite().all() else 1.0
 

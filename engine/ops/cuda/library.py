@@ -94,7 +94,7 @@ class Kernels:
         return Kernels(
             gemm=bind(library, "dix_packed_gemm", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]),
             tiles=bind(library, "dix_packed_tiles", many),
-            groups=bind(library, "dix_packed_groups", [ctypes.POINTER(GemmArguments), *[number] * 5, pointer]) if warpgroups else None,
+            groups=bind(library, "dix_packed_groups", [ctypes.POINTER(GemmArguments), *[number] * 4, pointer]) if warpgroups else None,
             lists=bind(library, "dix_expert_lists", [pointer, number, number, number, pointer, pointer, pointer, pointer]),
             sum=bind(library, "dix_expert_sum", [pointer, number, pointer, pointer, pointer, *[number] * 4, pointer]),
             sample=bind(library, "dix_sample_rows", [ctypes.POINTER(SampleArguments), pointer]),

@@ -30,15 +30,14 @@ class Shape:
     """How a launch divides its work; which combinations exist, csrc/kernels/packed_gemm.cu says.
 
     tiles: of eight tokens per item; `MANY` (16) means the kernels for many tokens (packed_tiles.cu). slices: warps that share 16 rows, of
-    many tokens the order of so many. residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of 8 tiles (FP4) or 16,
-    by packed_groups.cu. form: of the ring of packed_groups.cu.
+    many tokens the order of so many. residents: thread blocks per multiprocessor, 0 for all that fit. warpgroups: of many
+    tokens, by packed_groups.cu.
     """
 
     tiles: int
     slices: int = 1
     residents: int = 0
     warpgroups: bool = False
-    form: int = 1
 
     @property
     def many(self) -> bool:
@@ -206,8 +205,7 @@ def _arguments(packed: PackedWeights, x: Tensor, out: Tensor, limit: float) -> G
 def _launch(run: Kernels, stream: int, arguments: GemmArguments, format: Format, epilogue: Epilogue, shape: Shape, num_blocks: int) -> None:
     if shape.warpgroups:
         assert run.groups is not None, f"{shape} on a machine without products of warpgroups"
-        form = shape.form + (shape.tiles == MOST_TILES)
-        status = run.groups(ctypes.byref(arguments), format, epilogue, form, shape.slices, num_blocks, stream)
+        status = run.groups(ctypes.byref(arguments), format, epilogue, shape.slices, num_blocks, stream)
     elif shape.tiles == MANY:
         assert shape.slices == 1, f"{shape}: many tokens are divided among warpgroups only"
         status = run.tiles(ctypes.byref(arguments), format, epilogue, num_blocks, stream)

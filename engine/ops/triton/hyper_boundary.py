@@ -153,47 +153,6 @@ def mix(
 
 
 @triton.jit
-def _four(lines, some, factor, scale, base):
-    """Four neighbouring outputs of the mixing matrix: their parts added, scaled and shifted."""
-    four = tl.arange(0, 4)
-    sums = tl.sum(tl.load(lines[:, None] + four[None, :], mask=some[:, None], other=0.0), axis=0)
-    even, odd = tl.split(tl.reshape(sums * factor * tl.load(scale + four) + tl.load(base + four), (2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
-@triton.jit
-def _softmax(lines, some, factor, scale, base, eps):
-    """A row of the matrix that is balanced."""
-    a, b, c, d = _four(lines, some, factor, scale, base)
-    largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - largest), tl.exp(b - largest), tl.exp(c - largest), tl.exp(d - largest)
-    share = 1.0 / ((a + b) + (c + d))
-    return a * share + eps, b * share + eps, c * share + eps, d * share + eps
-
-
-@triton.jit
-def _divided(a, b, c, d, eps):
-    """Four cells of a row or a column over their sum."""
-    share = 1.0 / ((a + b) + (c + d) + eps)
-    return a * share, b * share, c * share, d * share
-
-
-@triton.jit
-def _gate(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _store_four(to, a, b, c, d):
-    tl.store(to, a)
-    tl.store(to + 1, b)
-    tl.store(to + 2, c)
-    tl.store(to + 3, d)
-
-
-@triton.jit
 def balance(
     parts, squares, scale, base, pre, post, comb, num_rows, width, splits, num_iters, hc_eps, rms_eps, SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -203,35 +162,25 @@ def balance(
     row = tl.program_id(0).to(tl.int64)
     factor = tl.rsqrt(tl.load(squares + row) / width + rms_eps)
     s = tl.arange(0, SPLITS)
-    lines, some = parts + (s * num_rows + row) * 32, s < splits
-    # All is read before anything is stored: whether they overlap the compiler cannot know.
-    r0, r1, r2, r3 = _four(lines, some, factor, scale, base)
-    w0, w1, w2, w3 = _four(lines + 4, some, factor, scale + 4, base + 4)
-    # Every lane has the whole matrix: sums of rows and columns are additions, not exchanges.
-    a00, a01, a02, a03 = _softmax(lines + 8, some, factor, scale + 8, base + 8, hc_eps)
-    a10, a11, a12, a13 = _softmax(lines + 12, some, factor, scale + 12, base + 12, hc_eps)
-    a20, a21, a22, a23 = _softmax(lines + 16, some, factor, scale + 16, base + 16, hc_eps)
-    a30, a31, a32, a33 = _softmax(lines + 20, some, factor, scale + 20, base + 20, hc_eps)
-    a00, a10, a20, a30 = _divided(a00, a10, a20, a30, hc_eps)
-    a01, a11, a21, a31 = _divided(a01, a11, a21, a31, hc_eps)
-    a02, a12, a22, a32 = _divided(a02, a12, a22, a32, hc_eps)
-    a03, a13, a23, a33 = _divided(a03, a13, a23, a33, hc_eps)
+    four = tl.arange(0, 4)
+    cell = four[:, None] * 4 + four[None, :]
+    lines = parts + (s * num_rows + row) * 32
+    some = s < splits
+    raw = tl.sum(tl.load(lines[:, None] + four[None, :], mask=some[:, None], other=0.0), axis=0) * factor
+    gate = raw * tl.load(scale + four) + tl.load(base + four)
+    tl.store(pre + row * 4 + four, 1.0 / (1.0 + tl.exp(-gate)) + hc_eps)
+    raw = tl.sum(tl.load(lines[:, None] + 4 + four[None, :], mask=some[:, None], other=0.0), axis=0) * factor
+    gate = raw * tl.load(scale + 4 + four) + tl.load(base + 4 + four)
+    tl.store(post + row * 4 + four, 2.0 / (1.0 + tl.exp(-gate)))
+    raw = tl.sum(tl.load(lines[:, None, None] + 8 + cell[None, :, :], mask=some[:, None, None], other=0.0), axis=0) * factor
+    a = raw * tl.load(scale + 8 + cell) + tl.load(base + 8 + cell)
+    a = tl.exp(a - tl.max(a, axis=1)[:, None])
+    a = a / tl.sum(a, axis=1)[:, None] + hc_eps
+    a = a / (tl.sum(a, axis=0)[None, :] + hc_eps)
     for _ in range(num_iters - 1):
-        a00, a01, a02, a03 = _divided(a00, a01, a02, a03, hc_eps)
-        a10, a11, a12, a13 = _divided(a10, a11, a12, a13, hc_eps)
-        a20, a21, a22, a23 = _divided(a20, a21, a22, a23, hc_eps)
-        a30, a31, a32, a33 = _divided(a30, a31, a32, a33, hc_eps)
-        a00, a10, a20, a30 = _divided(a00, a10, a20, a30, hc_eps)
-        a01, a11, a21, a31 = _divided(a01, a11, a21, a31, hc_eps)
-        a02, a12, a22, a32 = _divided(a02, a12, a22, a32, hc_eps)
-        a03, a13, a23, a33 = _divided(a03, a13, a23, a33, hc_eps)
-    _store_four(pre + row * 4, _gate(r0) + hc_eps, _gate(r1) + hc_eps, _gate(r2) + hc_eps, _gate(r3) + hc_eps)
-    _store_four(post + row * 4, 2.0 * _gate(w0), 2.0 * _gate(w1), 2.0 * _gate(w2), 2.0 * _gate(w3))
-    to = comb + row * 16
-    _store_four(to, a00, a01, a02, a03)
-    _store_four(to + 4, a10, a11, a12, a13)
-    _store_four(to + 8, a20, a21, a22, a23)
-    _store_four(to + 12, a30, a31, a32, a33)
+        a = a / (tl.sum(a, axis=1)[:, None] + hc_eps)
+        a = a / (tl.sum(a, axis=0)[None, :] + hc_eps)
+    tl.store(comb + row * 16 + cell, a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +188,7 @@ class Division:
     """How the work is divided. rows, cols, steps: of a program of `mix`, columns of a step and steps of a program. chunk: columns of
     `write_and_read` at a time. terms: the mixing matrix is split once for all programs, so that none passes it through registers. warps,
     stages: of `mix`. recent: new streams are kept in the L2 cache and read from there, as far as they fit. early: kernels begin
-    while those before them end. registers: of a thread of `write_and_read` at most, 0 for what it likes.
+    while those before them end.
     """
 
     rows: int
@@ -251,7 +200,6 @@ class Division:
     stages: int = 3
     recent: bool = False
     early: bool = False
-    registers: int = 0
 
 
 def division(rows: int) -> Division:
@@ -344,7 +292,7 @@ class _Work:
             write_and_read[(rows,)](
                 h, y, post, comb, pre, self.norm, self.new_h, x, self.squares, width, self.eps, self.written is not None, block,
                 "evict_first" if self.divided.recent else "", self.early,
-                num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False, **_bounded(self.divided.registers),
+                num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
             )  # fmt: skip
 
     def mix(self) -> None:
@@ -379,7 +327,3 @@ class _Work:
 def _launched(early: bool) -> dict[str, bool]:
     """Options of a kernel that begins early; Triton for other devices than NVIDIA's does not know them."""
     return {"launch_pdl": True} if early else {}
-
-
-def _bounded(registers: int) -> dict[str, int]:
-    return {"maxnreg": registers} if registers else {}
