@@ -24,8 +24,13 @@ class Operations:
         """A number to send along, and where the answer to it arrives."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._open[number] = answer
-        answer.add_done_callback(lambda _: self._open.pop(number, None))
+        answer.add_done_callback(lambda _: self._close(number, answer))
         return number, answer
+
+    def _close(self, number: int, answer: Answer) -> None:
+        self._open.pop(number, None)
+        if not answer.cancelled():
+            answer.exception()  # looked at: one failure ends all questions, and whoever asked several of them raises it once
 
     def settle(self, reply: protocol.Reply) -> None:
         """An answer came. One that nobody waits for any more is dropped."""

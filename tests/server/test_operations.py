@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from typing import Any
+
 import pytest
 
 from server import operations
@@ -38,6 +42,23 @@ async def test_the_failure_of_the_ranks_ends_every_wait() -> None:
     open_.fail_all(Unavailable("rank_failed", "gone"))
     with pytest.raises(Unavailable, match="gone"):
         await results([answer])
+
+
+async def test_a_failure_that_several_ranks_share_is_told_once_and_by_nobody_else() -> None:
+    """The loop reports failures that nobody has looked at, each with a traceback: here those of all ranks but the first, and of questions
+    whose client has gone."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    open_ = Operations()
+    answers = [open_.open()[1] for _ in range(3)]
+    open_.open()
+    open_.fail_all(Unavailable("rank_failed", "gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        await results(answers)
+    del answers
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not reported
 
 
 async def test_a_rank_that_is_silent_is_said_to_be_and_its_late_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
