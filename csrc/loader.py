@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ INCLUDE = ROOT / "include"
 BUILD_TIMEOUT_S = 600
 _ERROR_LINE = re.compile(r"\b(error|fatal)\s*:")  # of the host compiler, nvcc and ptxas
 Progress = Callable[[str], None]
+_waiting: set[int] = set()  # threads of this process that wait for a lock
 
 
 class BuildError(Exception):
@@ -132,8 +134,17 @@ def first_error(log: str) -> str:
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`. The kernel drops it when the process dies."""
     with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        _waiting.add(threading.get_ident())
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        finally:
+            _waiting.discard(threading.get_ident())
         yield
+
+
+def waits_for_build() -> bool:
+    """Whether a thread of this process waits for a library that another builds. Any thread may ask."""
+    return bool(_waiting)
 
 
 def bind(library: ctypes.CDLL, name: str, argument_types: Sequence[type]) -> Callable[..., int]:

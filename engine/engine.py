@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from csrc.loader import waits_for_build
 from engine.assembly import build_cache, load_runner, make_drafter, overlaps_steps, path_of, scheduler_limits
 from engine.batch import StepKind
 from engine.config import EngineConfig
@@ -304,8 +305,8 @@ class Engine:
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether `step` waits for other ranks just now. Any thread may ask."""
-        return self.group.waits.now
+        """Whether `step` waits for other ranks just now, for a vote or for kernels that one of them compiles. Any thread may ask."""
+        return self.group.waits.now or waits_for_build()
 
     def close(self) -> None:
         """Leave the group and give the cache's memory back. Open requests get no output; calling it twice is harmless."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import csrc.loader
-from csrc.loader import BuildError, Library, bind, build, first_error, load
+from csrc.loader import BuildError, Library, bind, build, built_path, first_error, load, waits_for_build
 
 SOURCE = 'extern "C" int add(int a, int b) { return a + b; }\n'
 
@@ -57,6 +59,22 @@ def test_concurrent_builders_compile_once(root: Path) -> None:
     for worker in workers:
         worker.join()
     assert len(messages) == 1
+
+
+def test_who_waits_for_the_build_of_another_process_can_be_seen_to(root: Path) -> None:
+    """It neither computes nor has a child that does, and is no hung process. Threads that other tests began may wait as well."""
+    library = Library("add", ("add.cpp",))
+    path = built_path(library, root / "cache").with_suffix(".lock")
+    path.parent.mkdir()
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        worker = threading.Thread(target=build, args=(library, root / "cache"))
+        worker.start()
+        while worker.ident not in csrc.loader._waiting:
+            time.sleep(0.001)
+        assert waits_for_build()
+    worker.join()
+    assert worker.ident not in csrc.loader._waiting
 
 
 def test_compile_error_names_its_first_line_and_leaves_nothing_behind(root: Path) -> None:

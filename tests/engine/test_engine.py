@@ -91,6 +91,14 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed():
     assert first == draw_two()
 
 
+def test_an_engine_waits_for_peers_while_one_of_them_compiles_its_kernels(monkeypatch: pytest.MonkeyPatch):
+    engine, compiles = make_engine(), [False]
+    monkeypatch.setattr("engine.engine.waits_for_build", lambda: compiles[0])
+    assert not engine.waits_for_peers
+    compiles[0] = True
+    assert engine.waits_for_peers
+
+
 def test_an_engine_without_work_is_idle_and_takes_no_step():
     engine = make_engine()
     assert engine.step() == []
