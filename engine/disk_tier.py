@@ -22,6 +22,7 @@ from hicache.errors import MachineError
 from hicache.host_cache import HostCache
 from hicache.host_pool import Owner
 from hicache.index import NONE, StateReason
+from hicache.priority import Use
 from hicache.records import Kind
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class DiskTier:
             self.loaded_pages += len(fresh)
         pinned += fresh
         self._place_state(load, pinned, checksums)
-        cache.unpin(pinned)
+        cache.unpin(pinned, Use())  # pages above the fresh ones rank at least as high from now on
 
     def _place_state(self, load: _Load, path: list[int], checksums: list[list[int]]) -> None:
         cache, index = self._cache, self._cache.index

@@ -22,6 +22,7 @@ from engine.request import Sequence
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
 from hicache.host_pool import Owner
+from hicache.ranking import DEFAULT_PRIORITY
 from hicache.segment import CacheHome
 from tests.engine.test_prefix_cache import FRAME, KEEP, _ids, assert_idle, check_restored, next_prompt, prefill
 from tests.hicache.fake_kv import FakeKV, make_sequence
@@ -42,9 +43,9 @@ def tier(cache: PrefixCache) -> DiskTier:
     return cache.sources.disk
 
 
-def serve(cache: PrefixCache, tokens: list[int]) -> Sequence:
+def serve(cache: PrefixCache, tokens: list[int], priority: int = DEFAULT_PRIORITY) -> Sequence:
     """A whole prefill, waiting for the disk as the scheduler does."""
-    seq = make_sequence(next(_ids), tokens)
+    seq = make_sequence(next(_ids), tokens, priority=priority)
     deadline = time.monotonic() + 10
     while (plan := cache.plan(seq)).kind is PlanKind.HOLD:
         assert time.monotonic() < deadline, plan
@@ -121,6 +122,21 @@ def test_random_sessions_under_pressure_restore_exactly_what_was_computed(tmp_pa
     tier(cache).settle(cache._keys.epoch)
     cache.begin_step()
     tier(cache).settle(cache._keys.epoch)
+    assert_idle(cache)
+    cache.close()
+
+
+def test_pages_from_disk_lift_the_low_priority_of_those_above_them(tmp_path: Path) -> None:
+    """Else the arena's next victim would be a page that leads to others."""
+    cache = start(tmp_path, num_frames=150)
+    serve(cache, PROMPTS[0], priority=0)
+    spill_all(cache)
+    assert cache.cache.make_room(cache.cache.pool.num_free + 12)
+    assert 0 < len(cache.cache.index) < 13
+    assert serve(cache, PROMPTS[0], priority=0).cached_tokens == HIT
+    assert figures(cache)["loaded_pages_total"]
+    cache.cache.check()
+    assert cache.cache.make_room(150)
     assert_idle(cache)
     cache.close()
 
