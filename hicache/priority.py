@@ -17,7 +17,7 @@ from hicache.ranking import DEFAULT_PRIORITY
 
 MOST_RAISED_SHARE = 0.5  # of all frames: pages above the default priority; the rest is left to traffic
 INHERITED_S = 3600.0  # what a killed rank left above the default keeps its priority that long, since the end of it is not known
-_MOST_LEASES, _MOST_FRAMES = 4096, 2**20  # ends that are remembered, and frames of their paths; beyond, the soonest ends now
+_MOST_LEASES, _MOST_FRAMES = 4096, 2**20  # ends that are remembered, and frames of their paths; for more, the soonest end now
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,17 @@ class RaisedPaths:
         if not self._until:
             self._until = array("d", [0.0]) * self._index.num_frames
         until, index, end = self._until, self._index, self._unused_end(self._clock() + seconds)
-        for frame in path:
-            until[frame] = max(until[frame], end) if index.is_raised(frame) else end
         if end < math.inf:
+            self._make_room(len(path))
             heapq.heappush(self._ends, (end, array("i", path)))
             self._num_frames += len(path)
-            while len(self._ends) > _MOST_LEASES or self._num_frames > _MOST_FRAMES:
-                self._lower(*heapq.heappop(self._ends))
+        for frame in path:
+            until[frame] = max(until[frame], end) if index.is_raised(frame) else end
+
+    def _make_room(self, num_frames: int) -> None:
+        """For one more end, by ending others: the new path has not its rank yet, so it could not lose it."""
+        while self._ends and (len(self._ends) >= _MOST_LEASES or self._num_frames + num_frames > _MOST_FRAMES):
+            self._lower(*heapq.heappop(self._ends))
 
     def _unused_end(self, end: float) -> float:
         taken = {other for other, _ in self._ends} if end < math.inf else ()

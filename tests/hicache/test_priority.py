@@ -147,6 +147,18 @@ def test_too_many_ends_let_the_soonest_end_now(cache: HostCache, bound: str, mon
     assert ranks == [80, DEFAULT_PRIORITY, 80]
 
 
+@pytest.mark.parametrize("bound", ["_MOST_LEASES", "_MOST_FRAMES"])
+def test_priority_that_comes_when_ends_are_too_many_has_an_end_as_well(
+    cache: HostCache, clock: Clock, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.priority." + bound, 2 if bound == "_MOST_LEASES" else 5)
+    for number, seconds in enumerate((30, 20, 10)):
+        store(cache, [number, 7], 80, seconds=seconds)
+    clock.now = 30.0
+    cache.expire()
+    assert cache.index.ranks.num_raised == 0
+
+
 def test_raised_pages_take_at_most_their_share_of_the_arena(cache: HostCache) -> None:
     most = int(MOST_RAISED_SHARE * 20)
     store(cache, list(range(most)), 90)
