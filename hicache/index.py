@@ -134,7 +134,7 @@ class PrefixIndex:
             ref[frame] = count
             rank = ranks[frame]
             if rank < floor or at < num_hit:
-                rank = self.ranks.lift(frame, floor + (at < num_hit))
+                rank = self.ranks.lift(frame, max(floor, rank) | (at < num_hit))
             if count:
                 self.num_pinned += 1
                 continue

@@ -117,8 +117,8 @@ class NaiveCache:
             else:
                 priority = DEFAULT_PRIORITY
         for at, page in reversed(list(enumerate(path))):
-            rank = 2 * priority + (self.protects if at < use.num_hit else 0)
-            self.set_rank(page, max(self.ranks[page], rank))
+            protected = self.protects if at < use.num_hit else 0
+            self.set_rank(page, max(self.ranks[page], 2 * priority) | protected)
             self.pins[page] -= 1
             if not self.pins[page]:
                 self.pages[page] = [self.clock, self.newest()]

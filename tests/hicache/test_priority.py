@@ -229,6 +229,15 @@ def test_visited_pages_are_protected_until_others_need_the_room() -> None:
     assert stored(cache, [1, 2]) == 0
 
 
+def test_visit_of_a_lower_priority_protects_too() -> None:
+    cache = HostCache(10, 1, 2, segmented=True)
+    store(cache, [1])
+    store(cache, [1], 0)
+    store(cache, [2])
+    evict(cache, 1)
+    assert (stored(cache, [1]), stored(cache, [2])) == (1, 0)
+
+
 def test_a_large_arena_evicts_a_few_pages_ahead_and_a_small_one_none() -> None:
     for num_frames, ahead in ((1_000, 1), (8_192, 8)):
         cache = HostCache(num_frames, 1, 2)
