@@ -86,9 +86,10 @@ class PrefixIndex:
         """Number of the first page of `path` whose tokens are not those of the prompt; None when all agree. Keys cannot collide: this would
         be a defect of ours. Compares the ends of the last page, or all ids of all pages where they are remembered.
         """
-        for at, page in enumerate(path):
-            if self._page_tokens is not None and self._page_tokens.differ(page, tokens[size * at : size * (at + 1)]):
-                return at
+        if (known := self._page_tokens) is not None:
+            for at, page in enumerate(path):
+                if known.differ(page, tokens[size * at : size * (at + 1)]):
+                    return at
         at = len(path) - 1
         ends = (self.first_token[path[at]], self.last_token[path[at]])
         return None if ends == (tokens[size * at], tokens[size * (at + 1) - 1]) else at
