@@ -65,6 +65,7 @@ class PrefixReader:
         self._cache.drop(match.path[bad])
         self._cache.unpin(match.path[bad:])
         del match.path[bad:]
+        match.num_hit, match.num_known = min(match.num_hit, bad), min(match.num_known, bad)
 
 
 def unpin_state(cache: HostCache, match: Match) -> None:

@@ -288,6 +288,17 @@ def test_wrong_ends_of_the_last_page_are_noticed_whatever_the_audit(audit: str) 
     assert cache.stats()["token_errors_total"] == 1
 
 
+def test_pages_that_replace_damaged_ones_count_as_new() -> None:
+    cache = make_cache(eviction="slru")
+    run(cache, PROMPT)
+    index = cache.cache.index
+    index.last_token[index.match(cache._keys.page_keys(PROMPT))[7]] = 999
+    run(cache, PROMPT)
+    assert cache.stats()["token_errors_total"] == 1
+    assert index.ranks.num_protected == 7
+    assert_idle(cache)
+
+
 def test_adopted_pages_are_not_compared_with_tokens_that_nobody_knows(tmp_path: Path) -> None:
     first = start(tmp_path)
     hits(first, PROMPTS)
