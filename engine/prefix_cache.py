@@ -27,7 +27,7 @@ from engine.cache_store import CopyFailures, PrefixWriter
 from engine.page_mover import PageMover
 from engine.prefix_plan import Match, Plan
 from engine.request import FinishReason, Sequence
-from hicache.admission import AdmissionPolicy
+from hicache.admission import AdmissionPolicy, LargePrompts
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
 from hicache.explain import Explainer
@@ -107,7 +107,7 @@ class PrefixCache:
         self.sources = CacheSources(config, self._keys, self.cache, self.mover, home, clock)
         self.counters = CacheCounters()
         self._failures = CopyFailures(self.counters)
-        self._admission = AdmissionPolicy(config.store_threshold)
+        self._admission, self._large = AdmissionPolicy(config.store_threshold), LargePrompts(self.cache.scan_pages)
         self._misses = MissHistory(lambda key: self.cache.index.find(key) != NONE)
         self._writer = PrefixWriter(config, self.cache, self.mover, self.counters, self._admission, self._misses, keep_tokens)
         self._answers = AnswerWriter(config, self.cache, self._writer, self._keys)
@@ -222,6 +222,8 @@ class PrefixCache:
         if seq.cached_tokens is None and tokens > before and reason != "peer":
             self.counters.disk_tokens += tokens - before
         self.counters.admitted(seq, tokens, reason)
+        if seq.request.cache_write and seq.cached_tokens is None:
+            match.num_known = self._large.num_known(match.keys, match.num_known)
         held_s = self._herd.admitted(seq.seq_id)
         if held_s is not None:
             self.counters.held(held_s)

@@ -16,9 +16,10 @@ class Match:
     """What one sequence found and still pins.
 
     path: frames of its leading pages; grows as the prefill stores more. num_hit: how many of them were there when it came. num_known: the
-    same, and pages that another rank holds. state: the pinned state to restore. replay_end: where the pages to restore end when there is
-    no state and the prefill replays the last of them, else 0. wanted: positions where a chunk ends and a state is kept, with its reason.
-    peer: leased pages of another rank, when those reach further. plan_seconds: that looking it up took.
+    same, and pages that another rank holds, or all of a large prompt that came before. state: the pinned state to restore. replay_end:
+    where the pages to restore end when there is no state and the prefill replays the last of them, else 0. wanted: positions where a chunk
+    ends and a state is kept, with its reason. peer: leased pages of another rank, when those reach further. plan_seconds: that looking it
+    up took.
     """
 
     seq: Sequence

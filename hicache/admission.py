@@ -1,4 +1,4 @@
-"""Which pages are worth storing: all, or those that were seen before."""
+"""Which pages are worth storing: all, or those that were seen before. Which prompts are large one-off ones, that leave first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 _SLOTS_BITS = 16
 _TAG_BYTES = 8
+_MOST_LARGE = 1024  # large prompts that are remembered
 
 
 class KeySketch:
@@ -52,3 +53,28 @@ class AdmissionPolicy:
             return len(keys)
         sights, threshold = self._sketch.sights, self._threshold
         return next((i for i, key in enumerate(keys) if sights(key) < threshold), len(keys))
+
+
+class LargePrompts:
+    """Ghost entries of large prompts: one key each, which outlives the pages. A large prompt that comes again is no one-off one; were it
+    always put last, two that come in turn would push each other out for ever.
+
+    most_pages: a prompt with more new ones is large. It is known by page number `most_pages`, so that others with the same beginning of
+    that length count as the same.
+    """
+
+    def __init__(self, most_pages: float) -> None:
+        self._most_pages = most_pages
+        self._seen: dict[bytes, None] = {}
+
+    def num_known(self, keys: Sequence[bytes], num_stored: int) -> int:
+        """A prompt comes, once per request: how many of its leading pages are known, of which `num_stored` are stored somewhere."""
+        if len(keys) - num_stored <= self._most_pages:
+            return num_stored
+        key = keys[int(self._most_pages)]
+        known = key in self._seen
+        self._seen.pop(key, None)
+        self._seen[key] = None
+        if len(self._seen) > _MOST_LARGE:
+            del self._seen[next(iter(self._seen))]
+        return len(keys) if known else num_stored

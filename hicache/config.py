@@ -49,7 +49,11 @@ class HiCacheConfig:
         choices=("lru", "slru"),
     )
     scan_share: float = knob(
-        0.25, "A prompt that stores more than this share of the arena leaves before all others; 1 treats all alike.", unit="1", gt=0, le=1
+        0.25,
+        "A prompt that stores more than this share of the arena leaves first, unless it comes again; 1 treats all alike.",
+        unit="1",
+        gt=0,
+        le=1,
     )
     replay: str = knob(
         "off",

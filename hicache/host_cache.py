@@ -50,7 +50,7 @@ class HostCache:
         page_ids = PageTokens(num_frames, page_tokens) if audit_tokens else None
         self.index = PrefixIndex(num_frames, segmented=segmented, ranks=ranks, page_tokens=page_ids)
         self._raised = RaisedPaths(self.index, clock)
-        self._scan_pages = scan_share * num_frames
+        self.scan_pages = scan_share * num_frames
         self._ahead = max(1, min(_MOST_AHEAD, int(num_frames * _AHEAD_SHARE)))
         self.evicted_pages = 0
         self.refused_priorities = 0  # paths that would have raised too much of the arena
@@ -116,7 +116,7 @@ class HostCache:
                 self.refused_priorities += 1
         dropped = self.index.unpin(path, priority, use.num_hit)
         self.pool.free(dropped)
-        if use.num_new > self._scan_pages and not dropped:
+        if use.num_new > self.scan_pages and not dropped:
             self.index.retire(path[len(path) - use.num_new :])
 
     def expire(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hicache.admission import AdmissionPolicy
+from hicache.admission import AdmissionPolicy, LargePrompts
 from hicache.host_cache import HostCache
 from hicache.index import NONE, StateReason
 from hicache.keys import KeySpace
@@ -92,7 +92,7 @@ class _Simulator:
             segmented=shape.eviction == "slru",
             scan_share=shape.scan_share,
         )
-        self.admission = AdmissionPolicy(shape.store_threshold)
+        self.admission, self.large = AdmissionPolicy(shape.store_threshold), LargePrompts(self.cache.scan_pages)
         self.keys = KeySpace("simulation", "", shape.page_tokens)
         self.replay = WindowReplay(
             shape.replay, shape.window, shape.encoder_layers, shape.page_tokens, shape.keep_tokens, shape.min_restore_tokens
@@ -116,9 +116,10 @@ class _Simulator:
             index.states.touch(state)
         self._count(keys, num_tokens, restored)
         self.admission.see(keys)
+        num_known = self.large.num_known(keys, num_hit)
         if not (replay_end and self.replay.approximate):
             self._store(prompt, keys, path, restored, replay_end)
-        self.cache.unpin(path, Use(num_hit=num_hit, num_new=len(path) - num_hit))
+        self.cache.unpin(path, Use(num_hit=num_hit, num_new=max(0, len(path) - num_known)))
 
     def _replay(self, keys: list[bytes], path: list[int], num_tokens: int, restored: int) -> int:
         """Where the pages of a replay end, 0 without one."""

@@ -21,7 +21,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_thousands_of_steps_with_restarts_faults_and_eviction_leave_nothing_behind(tmp_path: Path) -> None:
-    life = soak(Life(tmp_path, seed=3, haste=10.0), 4_000, check_every=20, readings=4)
+    life = soak(Life(tmp_path, seed=6, haste=10.0), 4_000, check_every=20, readings=4)
     ends = ("restarts", "recovered pages", "resets", "preemptions", "evictions", "checksum errors", "hits", "abort", "kept")
     for happened in (*ends, "misses aborted", "misses tenant", "refused priorities"):
         assert life.seen[happened], f"{happened}: {life.seen}"

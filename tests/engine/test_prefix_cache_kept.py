@@ -173,6 +173,17 @@ def test_large_prompt_leaves_first_also_when_its_answer_is_stored(answered_too: 
     assert_idle(cache)
 
 
+def test_large_prompts_in_turn_do_not_push_one_another_out_for_ever() -> None:
+    """Two of a third of the arena each, which is full of what nobody asks for any more."""
+    cache = make_cache(num_frames=60, scan_share=0.25)
+    others(cache, 12)
+    prompts = [[token] * 73 for token in (3, 4)]
+    for prompt in prompts * 2:
+        run(cache, prompt)
+    assert [run(cache, prompt).cached_tokens for prompt in prompts] == [64, 64]
+    assert_idle(cache)
+
+
 def test_session_that_grew_large_stays_when_its_answer_is_stored() -> None:
     cache = make_cache(num_frames=120, store_decode="on", scan_share=0.25)
     prompt = list(range(200))

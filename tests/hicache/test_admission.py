@@ -1,4 +1,4 @@
-"""The sketch of seen keys and what it admits."""
+"""The sketch of seen keys and what it admits, and which large prompts come again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hicache.admission import AdmissionPolicy, KeySketch
+from hicache.admission import AdmissionPolicy, KeySketch, LargePrompts
 
 
 def test_threshold_of_one_admits_everything_unseen() -> None:
@@ -42,3 +42,13 @@ def test_sketch_remembers_most_of_its_last_keys() -> None:
     for key in keys:
         sketch.see(key)
     assert sum(sketch.sights(key) == 1 for key in keys) > 16_000
+
+
+def test_large_prompt_is_known_when_it_comes_again_longer_and_a_small_one_by_its_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.admission._MOST_LARGE", 2)
+    prompts, large = [[bytes([number, at]) for at in range(9)] for number in range(4)], LargePrompts(5.0)
+    assert [large.num_known(prompts[0][:5], 0) for _ in range(2)] == [0, 0]
+    assert [large.num_known(prompts[0][:length], 0) for length in (6, 6, 9)] == [0, 6, 9]
+    assert large.num_known(prompts[0], 4) == 4  # few enough are new
+    assert [large.num_known(prompt, 1) for prompt in prompts[1:3]] == [1, 1]
+    assert [large.num_known(prompts[number], 0) for number in (2, 0)] == [9, 0]  # the earliest is forgotten
