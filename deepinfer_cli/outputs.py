@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from hicache.errors import ConfigError
@@ -15,10 +15,11 @@ from hicache.errors import ConfigError
 _NO_FILE = frozenset([errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO])
 
 
-@contextmanager
+@contextlib.contextmanager
 def output(path: Path) -> Iterator[Path]:
     """Where to write: a file beside `path` that takes its place when the block ends well, so that a reader never sees half of the new one
-    and a full disk leaves the old one. Directories above it are made. A link is followed; what is no file (a device, a pipe) is written to.
+    and a full disk leaves the old one. Its permissions stay. Directories above it are made. A link is followed; what is no file (a device,
+    a pipe) is written to.
 
     Raises: ConfigError: no file can be there. OSError: what the machine lacks, with the path.
     """
@@ -32,10 +33,19 @@ def output(path: Path) -> Iterator[Path]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         temporary = real.with_name(f".{os.getpid()}-{real.name}")  # the ending stays: it names a picture's format
         try:
+            _take_mode(real, temporary)
             yield temporary
             os.replace(temporary, real)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _take_mode(old: Path, new: Path) -> None:
+    """Make `new`, empty, for those who may read `old`, if there is one: before anything is in it that others must not see."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = stat.S_IMODE(old.stat().st_mode)
+        new.touch(0o600)
+        new.chmod(mode)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -57,7 +67,7 @@ def check_output(path: Path) -> None:
             probe.unlink()
 
 
-@contextmanager
+@contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
     """What the system refuses inside the block is told as being about `path`."""
     try:

@@ -44,6 +44,18 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_who_could_read_the_old_file_can_read_the_new_one_and_nobody_else(tmp_path: Path, mode: int) -> None:
+    target = tmp_path / "answers.jsonl"
+    target.write_text("old")
+    target.chmod(mode)
+    with output(target) as place:
+        place.write_text("new")
+        assert stat.S_IMODE(place.stat().st_mode) == mode
+    assert stat.S_IMODE(target.stat().st_mode) == mode
+    assert target.read_text() == "new"
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
