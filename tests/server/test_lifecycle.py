@@ -132,7 +132,7 @@ def test_a_loop_that_sleeps_is_not_given_the_time_of_the_longest_step() -> None:
     try:
         requests = open_requests(server, 2)
         httpx.post(f"{server.url}/deepinfer/debug/fault", json={"kind": "hang", "rank": 1})
-        assert_all_failed(requests, time.monotonic(), 15.0)
+        assert_all_failed(requests, time.monotonic(), 40.0)  # ten beats of a busy machine; a step may take 60 s
         wait_ready(server, 2)
         assert "rank 1 hangs: the step loop" in server.current().last_failure
         assert "computes nothing" in server.current().last_failure
