@@ -37,7 +37,12 @@ class ServerConfig:
     write_timeout_s: float = knob(30.0, "How long a client may leave what it is sent unread.", unit="s", gt=0)
     ready_timeout_s: float = knob(1800.0, "Longest time until the first token can be generated.", unit="s", gt=0)
     grace_s: float = knob(30.0, "How long stop waits for running requests.", unit="s", ge=0)
-    hang_timeout_s: float = knob(60.0, "A rank whose step loop does not tick for this long is taken for hung.", unit="s", gt=0)
+    hang_timeout_s: float = knob(
+        60.0,
+        "A rank whose step loop does not tick for this long is taken for hung; one that does nothing at all, after 10 s.",
+        unit="s",
+        gt=0,
+    )
     restart: str = knob("on-failure", "What to do when a rank dies.", choices=("on-failure", "never"))
     share_gpu: bool = knob(False, "Start although another program computes on the GPU.")
     metrics_compat: str = knob("vllm", "Foreign metric names to offer as well, comma separated: vllm, sglang.")
