@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
-from server import protocol
+from server import protocol, tickets
 from server.errors import BadRequest, Unavailable
 from server.fields import Fields
 from server.heartbeat import PROCESS_DEAD_S, HeartbeatFile
@@ -164,6 +165,26 @@ async def test_mailbox_delivers_what_arrived_before_a_failure() -> None:
     assert [output.token_ids for _, output in await box.get(1)] == [[1]]
     with pytest.raises(Unavailable):
         await box.get(1)
+
+
+async def test_a_reader_may_be_behind_for_a_while_and_is_given_up_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(tickets, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    box = Mailbox()
+
+    def all_taken(count: int) -> bool:
+        return all(box.put(0, Output("a", [1])) for _ in range(count))
+
+    assert all_taken(2 * tickets.MAX_MAIL)
+    now[0] += tickets.SLOW_READER_S - 1
+    assert all_taken(1)
+    while len(await box.get(1)) == tickets.MAX_BATCH:  # it catches up, and has all the time again
+        pass
+    assert all_taken(tickets.MAX_MAIL)
+    now[0] += tickets.SLOW_READER_S - 1
+    assert all_taken(1)
+    now[0] += 1
+    assert not box.put(0, Output("a", [1]))
 
 
 async def test_mailbox_wakes_its_reader_and_a_sweep_ends_a_long_silence() -> None:
