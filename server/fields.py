@@ -48,7 +48,7 @@ class Fields:
         value = self.raw(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise self.fail(name, "must be a number")
         if not low <= value <= high or (above and value == low):
             raise self.fail(name, f"must be {'above' if above else 'at least'} {low:g} and at most {high:g}")
