@@ -18,6 +18,7 @@ from hicache.ranking import DEFAULT_PRIORITY
 MOST_RAISED_SHARE = 0.5  # of all frames: pages above the default priority; the rest is left to traffic
 INHERITED_S = 3600.0  # what a killed rank left above the default keeps its priority that long, since the end of it is not known
 _MOST_LEASES, _MOST_FRAMES = 4096, 2**20  # ends that are remembered, and frames of their paths; for more, the soonest end now
+_MOST_AT_ONCE = 4096  # frames of ended paths that a step looks at, so that many ends at one moment stop no stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,12 @@ class RaisedPaths:
         return end
 
     def expire(self) -> None:
-        """Lower what has had its time. Called in every step; O(1) while nothing has."""
-        while self._ends and self._ends[0][0] <= self._clock():
-            self._lower(*heapq.heappop(self._ends))
+        """Lower what has had its time, some paths a call. Called in every step; O(1) while nothing has."""
+        looked_at = 0
+        while self._ends and looked_at < _MOST_AT_ONCE and self._ends[0][0] <= self._clock():
+            end, path = heapq.heappop(self._ends)
+            self._lower(end, path)
+            looked_at += len(path)
 
     def _lower(self, end: float, path: array[int]) -> None:
         """The deepest page first. A page whose end is a later one stays, and what lies below such a page ended before it."""

@@ -147,6 +147,21 @@ def test_too_many_ends_let_the_soonest_end_now(cache: HostCache, bound: str, mon
     assert ranks == [80, DEFAULT_PRIORITY, 80]
 
 
+def test_priorities_that_end_together_are_lowered_over_several_steps(
+    cache: HostCache, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.priority._MOST_AT_ONCE", 3)
+    for number in range(5):
+        store(cache, [number, 7], 80, seconds=10)
+    clock.now = 11.0
+    raised = []
+    for _ in range(4):
+        cache.expire()
+        cache.check()
+        raised.append(cache.index.ranks.num_raised)
+    assert raised == [6, 2, 0, 0]
+
+
 @pytest.mark.parametrize("bound", ["_MOST_LEASES", "_MOST_FRAMES"])
 def test_priority_that_comes_when_ends_are_too_many_has_an_end_as_well(
     cache: HostCache, clock: Clock, bound: str, monkeypatch: pytest.MonkeyPatch
