@@ -28,16 +28,6 @@ class Route(StrEnum):
     ALL_TO_ALL = "all_to_all"
 
 
-class Beside(StrEnum):
-    """What the shared expert runs beside in recorded steps: the rows' trips and everything between, the routed experts and the trip home,
-    or nothing, behind all that. Other steps have one stream.
-    """
-
-    TRIPS = "trips"
-    EXPERTS = "experts"
-    NOTHING = "nothing"
-
-
 class Experts(Protocol):
     """One layer's experts on this rank: routed ones in local slots [0, c), and the shared one. A slot below 0 stands for no expert."""
 
@@ -97,15 +87,14 @@ class ExpertExchange:
         hidden: int,
         dtype: torch.dtype,
         num_chosen: int,
-        beside: Beside = Beside.TRIPS,
-        gather_home: int = 0,
+        beside: bool = True,
     ) -> None:
         """boundary: first layer that sees the decoder's rows only. exact: bring home every choice's term, so that the sum has the order and
-        the rounding of a rank that holds all experts; otherwise each rank's sum comes home. gather_home: up to this capacity sums come
-        home by a gather of everybody's, which is one plain collective for more bytes. Neither that nor `beside` changes a bit.
+        the rounding of a rank that holds all experts; otherwise each rank's sum comes home. beside: in recorded steps the shared expert
+        runs on a stream of its own from before the rows leave; it changes no bit.
         """
         self.group, self.exact, self.route = group, exact, route
-        self.beside, self.gather_home = beside, gather_home
+        self.beside = beside
         # [layers, c]: tokens by local slot since somebody set it to zero, while `counting`.
         self.counts = torch.zeros(num_layers, placement.slots_per_rank, dtype=torch.int64, device=device)
         self.counting = False
@@ -173,21 +162,20 @@ class ExpertExchange:
             ids = self.forced(ids, number, self.group.rank)
         experts = layer.experts[0]
         trip = _Trip(self.group, layer, capacity, self.route, self._real)
-        early = self._begin_shared(experts, x) if self.beside is Beside.TRIPS else None
+        shared = self._begin_shared(experts, x)
         rows, slots, shares = trip.dispatch(x, ids, weights)
-        shared = early or self._begin_shared(experts, x)
         if self.counting:
             known = slots.flatten()
             layer.counts.scatter_add_(0, known.clamp(min=0), (known >= 0).long())
         if self.exact:
             parts = trip.bring_parts(experts.parts(rows, slots, shares))
             return experts.add_up(parts, shared()) if len(x) else x
-        sums = trip.bring_sums(experts.summed(rows, slots, shares), capacity <= self.gather_home)
+        sums = trip.bring_sums(experts.summed(rows, slots, shares))
         return add_rank_sums(sums, shared()) if len(x) else x
 
     def _begin_shared(self, experts: Experts, x: Tensor) -> Callable[[], Tensor]:
         """What waits for the shared expert's rows: begun now, on a side stream of a recorded step, or computed only then."""
-        if self.beside is Beside.NOTHING or not (x.is_cuda and len(x) and torch.cuda.is_current_stream_capturing()):
+        if not (self.beside and x.is_cuda and len(x) and torch.cuda.is_current_stream_capturing()):
             return lambda: experts.shared(x)
         here, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
         side.wait_stream(here)
@@ -259,9 +247,9 @@ class _Trip:
         place = row if self._place is None else self._place.gather(1, owners)
         return returned[owners, place, torch.arange(chosen, device=parts.device)]
 
-    def bring_sums(self, sums: Tensor, by_gather: bool) -> Tensor:
+    def bring_sums(self, sums: Tensor) -> Tensor:
         """[ranks * capacity, C] computed here -> [ranks, T or more, C]: every rank's sums of this rank's rows."""
-        returned = self._gather(sums) if by_gather else self._return(sums)
+        returned = self._return(sums)
         if self._place is None:
             return returned
         place = self._place.t()[:, :, None]  # [ranks, T, 1]
@@ -273,10 +261,3 @@ class _Trip:
         returned = torch.empty_like(given)
         self._group.all_to_all(returned, given)
         return returned
-
-    def _gather(self, computed: Tensor) -> Tensor:
-        """As `_return`, out of what every rank computed of everybody's rows. Its rows are contiguous."""
-        size, rank = self._group.size, self._group.rank
-        everything = computed.new_empty(size, size, self._capacity, *computed.shape[1:])
-        self._group.all_gather(everything, computed.contiguous())
-        return everything[:, rank]

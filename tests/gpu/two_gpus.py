@@ -35,7 +35,7 @@ from engine.ops.packed_weights import Format, PackedWeights
 from engine.ops.registry import select
 from engine.ops.route_experts import route_experts
 from engine.parallel.balancer import Balancer, BalanceSettings
-from engine.parallel.expert_exchange import Beside, ExpertExchange, Route
+from engine.parallel.expert_exchange import ExpertExchange, Route
 from engine.parallel.forced_routing import ForcedRouting
 from engine.parallel.placement import Placement
 from tests.gpu.ranks import run_together
@@ -51,15 +51,8 @@ ROUNDS = 10 if DEVICE == "cuda" else 1
 IMBALANCE = 1.8  # tokens of the first of two ranks over the mean, where routing is forced
 MANY_ROWS = 4096 if DEVICE == "cuda" else 64
 ALIKE_S = 10.0  # between one rank's failure and the other's
-# Ends of a trip as kernels, what the shared expert runs beside, whether sums come home by a gather.
-FORMS = {
-    "plain": (False, Beside.NOTHING, False),
-    "kernels": (True, Beside.NOTHING, False),
-    "beside experts": (True, Beside.EXPERTS, False),
-    "beside trips": (True, Beside.TRIPS, False),
-    "experts, gathered": (True, Beside.EXPERTS, True),
-    "trips, gathered": (True, Beside.TRIPS, True),
-}
+# Ends of a trip as kernels, and the shared expert beside.
+FORMS = {"plain": (False, False), "kernels": (True, False), "beside": (True, True)}
 HOT = 8  # how many times its share the hot expert gets
 
 
@@ -338,15 +331,14 @@ class Bench:
         times: dict[str, Any] = {}
         wanted: list[Tensor] = []
         backend = PACK_ROWS.backend
-        for name, (kernels, beside, gather_home) in FORMS.items():
+        for name, (kernels, beside) in FORMS.items():
             for op in (PACK_ROWS, LOCAL_CHOICES, ADD_RANK_SUMS):
                 op.use(backend if kernels else "reference")
-            changes: dict[str, Any] = {"beside": beside, "gather_home": len(inputs[0]) if gather_home else 0}
             outputs: list[Tensor] = []
-            whole_us = self.microseconds(self.shared_calls(self.exchange(**changes), inputs, outputs))
+            whole_us = self.microseconds(self.shared_calls(self.exchange(beside=beside), inputs, outputs))
             wanted = wanted or outputs
             same = all(torch.equal(one, two) for one, two in zip(wanted, outputs, strict=True)) and bool(outputs[0].isfinite().all())
-            travel_us = self.microseconds(self.shared_calls(self.travelling(**changes), inputs))
+            travel_us = self.microseconds(self.shared_calls(self.travelling(beside=beside), inputs))
             times[name] = {"us": whole_us, "without_experts_us": travel_us, "same_bits": same}
         return times
 
@@ -522,7 +514,7 @@ def report(out: Path) -> None:
         for name, form in row["forms"].items():
             bits = "same" if form["same_bits"] else "OTHER"
             print(
-                f"{row['rows_per_rank']:>5} {name:>18} {form['us']:>8.1f} us, without experts {form['without_experts_us']:.1f}, {bits} bits"
+                f"{row['rows_per_rank']:>5} {name:>8} {form['us']:>8.1f} us, without experts {form['without_experts_us']:.1f}, {bits} bits"
             )
     for row in results.get("balance", []):
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()})

@@ -59,9 +59,9 @@ class Share:
         return torch.cat((parts, shared[:, None]), 1).float().sum(1).to(shared.dtype)
 
 
-def make_exchange(world, size, placement, *, exact=True, route=Route.GATHER, dtype=torch.float32, gather_home=0):
+def make_exchange(world, size, placement, *, exact=True, route=Route.GATHER, dtype=torch.float32):
     group = world.split(size, "cpu")
-    options = {"exact": exact, "route": route, "device": "cpu", "hidden": C, "dtype": dtype, "num_chosen": K, "gather_home": gather_home}
+    options = {"exact": exact, "route": route, "device": "cpu", "hidden": C, "dtype": dtype, "num_chosen": K}
     return ExpertExchange(group, placement, LAYERS, BOUNDARY, **options)
 
 
@@ -80,15 +80,14 @@ def rows_of(rank: int, count: int, seed: int, dtype=torch.float32):
     kept=st.lists(st.integers(0, 5), min_size=4, max_size=4),
     route=st.sampled_from(list(Route)),
     exact=st.booleans(),
-    gather_home=st.sampled_from([0, 3]),
     seed=st.integers(0, 100),
 )
-def test_every_rank_gets_what_all_experts_in_one_place_give(size, extra, counts, kept, route, exact, gather_home, seed):
+def test_every_rank_gets_what_all_experts_in_one_place_give(size, extra, counts, kept, route, exact, seed):
     layers = [Weights(seed + layer) for layer in range(LAYERS)]
     placement = Placement.initial(E, extra, size)
 
     def rank_main(world):
-        exchange = make_exchange(world, size, placement, exact=exact, route=route, gather_home=gather_home)
+        exchange = make_exchange(world, size, placement, exact=exact, route=route)
         for number, weights in enumerate(layers):
             exchange.attach(number, weights.share(placement, world.rank))
         count = counts[world.rank]
@@ -107,24 +106,6 @@ def test_every_rank_gets_what_all_experts_in_one_place_give(size, extra, counts,
         exchange.finish()
 
     run_ranks(size, rank_main)
-
-
-@pytest.mark.parametrize("route", Route)
-@pytest.mark.parametrize("capacity", [3, 8])
-def test_sums_that_come_home_by_a_gather_have_the_same_bits(route, capacity):
-    layers, placement = [Weights(layer, torch.bfloat16) for layer in range(LAYERS)], Placement.initial(E, 1, 2)
-
-    def rank_main(world):
-        results = []
-        for rows in (0, capacity):
-            exchange = make_exchange(world, 2, placement, exact=False, route=route, dtype=torch.bfloat16, gather_home=rows)
-            exchange.begin(capacity - world.rank, capacity)
-            for number, weights in enumerate(layers):
-                exchange.attach(number, weights.share(placement, world.rank))
-                results.append(exchange.run(number, *rows_of(world.rank, capacity - world.rank, number, torch.bfloat16)))
-        assert all(torch.equal(one, two) for one, two in zip(results[:LAYERS], results[LAYERS:], strict=True))
-
-    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("route", Route)
