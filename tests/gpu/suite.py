@@ -27,7 +27,12 @@ GRACE_S = 15
 
 def parts(out: Path) -> dict[str, tuple[list[str], int]]:
     """Name -> arguments of a Python process, and its limit in seconds. The dearest last: a limit then costs the least."""
-    gpu_tests = ["tests/engine/test_recorded_gpu.py", "tests/engine/test_cuda_graph.py", "tests/engine/test_prefix_cache_gpu.py"]
+    gpu_tests = [
+        "tests/engine/test_recorded_gpu.py",
+        "tests/engine/test_cuda_graph.py",
+        "tests/engine/test_prefix_cache_gpu.py",
+        "tests/engine/test_overlap_gpu.py",
+    ]
     # Most of their time is spent on a processor, compiling and launching: several processes share the GPU.
     many = ["-n", "8", "--maxfail=12"]
     return {
