@@ -267,6 +267,7 @@ class Engine:
         """This rank's figures: see `engine/metrics.py`. Numbers only."""
         record = rank_record(self.scheduler, self._steps, self.cache.stats(), getattr(self.runner, "expert_stats", {}))
         record["waiting"] += len(self.grammars)
+        record["compiling"] = int(getattr(self.runner, "compiling", False))
         return record
 
     def inject_fault(self, kind: str, **where: Any) -> dict[str, Any]:

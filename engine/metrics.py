@@ -22,6 +22,7 @@ METRICS = (
     Metric("prompt_steps_total", "steps", "Prompt steps among them."),
     Metric("running", "sequences", "Sequences that decode."),
     Metric("waiting", "sequences", "Sequences that wait for a prompt step, or for its next chunk."),
+    Metric("compiling", "boolean", "1 while compiled steps are being built and steps run eagerly."),
     Metric("preemptions_total", "sequences", "Running sequences whose blocks were taken away."),
     Metric("kv.tokens_total", "tokens", "Tokens that the device cache can hold."),
     Metric("kv.tokens_used", "tokens", "Tokens' worth of blocks that sequences own."),

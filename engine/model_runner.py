@@ -228,6 +228,11 @@ class ModelRunner:
         self._balancer.end_step(kind is StepKind.PREFILL)
 
     @property
+    def compiling(self) -> bool:
+        """Whether steps run eagerly only until the compiled step is built."""
+        return self._decode is None and self.native.building
+
+    @property
     def expert_stats(self) -> dict[str, float]:
         """Balance and movement of shared experts, see `engine/metrics.py`; empty when every rank has all."""
         if self._balancer is None:

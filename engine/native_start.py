@@ -39,6 +39,11 @@ class NativeStart:
             self._thread.join(timeout_s)
         return self.model is not None
 
+    @property
+    def building(self) -> bool:
+        """Whether steps run eagerly only until a build is over."""
+        return self.model is None and self._thread is not None and self._thread.is_alive()
+
     def _begin(self) -> None:
         try:
             if is_built(self._build_dir):

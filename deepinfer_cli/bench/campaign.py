@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deepinfer_cli.api import Api
 from deepinfer_cli.bench.cells import Cell, in_order
+from deepinfer_cli.bench.compiled import await_compiled
 from deepinfer_cli.bench.harness import Run
 from deepinfer_cli.bench.preflight import preflight
 from deepinfer_cli.bench.runs import list_runs
@@ -102,6 +103,7 @@ class Conductor:
         with self._server(cell) as url:
             api = Api(url, self._key)
             try:
+                await_compiled(api, self._call.ui)
                 server = preflight(api, cell.recipe)
                 for note in server.notes:
                     self._tell_once(note)

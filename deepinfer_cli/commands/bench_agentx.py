@@ -117,12 +117,14 @@ def measure(call: Invocation, asked: object, port: int | None, url: str | None, 
     from deepinfer_cli.bench.agentx_run import AgentxRun
     from deepinfer_cli.bench.aiperf_command import overrides
     from deepinfer_cli.bench.aiperf_harness import find_harness
+    from deepinfer_cli.bench.compiled import await_compiled
     from deepinfer_cli.commands.bench import show_run
 
     assert isinstance(asked, agentx_plan.Asked)
     found_harness = find_harness(asked.harness, call.paths.cache)
     api, key = connect(call, port, url), read_key(call)
     found = agentx_preflight.reach(api)
+    await_compiled(api, call.ui)
     plan, said = agentx_plan.resolve_plan(call, asked, found)
     call.paths.runs.mkdir(parents=True, exist_ok=True)
     agentx_preflight.check(api, key, found, plan.tokenizer, plan.traces, plan.cache, call.paths.runs)

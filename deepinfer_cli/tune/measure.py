@@ -13,6 +13,7 @@ import pandas as pd
 
 from deepinfer_cli.api import Api, RequestRefused
 from deepinfer_cli.bench.cells import with_values
+from deepinfer_cli.bench.compiled import await_compiled
 from deepinfer_cli.bench.harness import Run
 from deepinfer_cli.bench.load import arrival_times
 from deepinfer_cli.bench.preflight import preflight
@@ -109,6 +110,7 @@ class Bench:
     def run(self, recipe: Recipe, value: int, what: str, place: str = "") -> Summary:
         """One run at an interval. place: which of how many, for whoever waits. Raises: NotMeasurable when it is not valid."""
         self.set(value)
+        await_compiled(self._api, self._call.ui)
         server = preflight(self._api, recipe)
         # Intervals count the decode steps since the last prompt step: the preflight's answer leaves some, an answer of one token none.
         self._api.chat({"model": server.model, "messages": [{"role": "user", "content": "Go."}], "max_tokens": 1, "temperature": 0})

@@ -83,8 +83,10 @@ def test_a_build_under_way_is_waited_for_before_anything_is_measured(monkeypatch
     monkeypatch.setattr(native_start, "is_built", lambda _folder: False)
     monkeypatch.setattr(native_start, "load_library", lambda _folder: None)
     native = native_start.NativeStart("", make)
+    assert native.building
     threading.Timer(0.05, ended.set).start()
     assert settled_path(Runs(native)) == "compiled"
+    assert not native.building
     eager = native_start.NativeStart("", make, "engine.enforce_eager is set")
     assert settled_path(Runs(eager)) == "eager: engine.enforce_eager is set"
 

@@ -175,6 +175,13 @@ def test_stats_are_numbers_and_add_up():
     assert len(names) == 3
 
 
+def test_stats_say_that_steps_are_still_being_compiled():
+    engine = make_engine()
+    assert engine.stats()["compiling"] == 0
+    engine.runner.compiling = True
+    assert engine.stats()["compiling"] == 1
+
+
 def test_one_rank_cannot_share_its_experts():
     with pytest.raises(ConfigError, match=r"engine\.ep is 2 and engine\.dp is 1"):
         make_engine(ep=2)
