@@ -89,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         end_in_order()
     try:
         code = get_command(app).main(args=given, prog_name="dix", standalone_mode=False)
+        sys.stdout.flush()  # what cannot be written is an error of this command, not of the interpreter's end
         return int(code or 0)
     except BrokenPipeError:
         from deepinfer_cli.ui import discard_stdout
@@ -142,13 +143,16 @@ def explain(error: Exception, arguments: list[str]) -> int:
 
 
 def _print_failure(error: Exception, message: str, hint: str, code: int, arguments: list[str]) -> None:
-    from deepinfer_cli.ui import Ui, UiOptions
+    from deepinfer_cli.ui import Ui, UiOptions, discard_stdout
 
     color = False if "--no-color" in arguments or os.environ.get("NO_COLOR") else None
     ui = Ui(UiOptions(color=color), os.environ)
-    with contextlib.suppress(OSError):  # stdout may be what failed; the line below and the exit code remain
+    try:
         if "--json" in arguments:
             ui.document("dix.error/1", {"code": code, "message": message, "hint": hint or None})
+        sys.stdout.flush()
+    except OSError:  # stdout may be what failed; the line below and the exit code remain
+        discard_stdout()
     ui.error(message, hint)
     if any(a in ("-v", "-vv", "--verbose") for a in arguments):
         cause = error.__cause__ or error.__context__

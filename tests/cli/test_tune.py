@@ -129,7 +129,7 @@ def test_the_count_of_decode_steps_begins_anew_right_before_a_run(monkeypatch: p
     monkeypatch.setattr(measure, "preflight", lambda api, recipe: happened.append("preflight") or SimpleNamespace(model="m"))
     monkeypatch.setattr(measure, "Run", Run)
     monkeypatch.setattr(measure, "summarize", lambda folder: None)
-    bench = measure.Bench(cast("Any", None), cast(Any, Server()), "", lambda text: None)
+    bench = measure.Bench(cast(Any, SimpleNamespace(ui=None)), cast(Any, Server()), "", lambda text: None)
     bench.run(load_recipe("prefill-interval"), 2, "lone")
     assert happened == [2, "preflight", "chat of 1", "run"]
 

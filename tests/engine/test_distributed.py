@@ -94,7 +94,7 @@ def test_a_lost_peer_is_a_clear_error_within_the_timeout(tmp_path, last_words, l
         while True:
             group.max([1])
     except GroupError as error:
-        print(json.dumps([time.monotonic() - began, str(error), error.hint]))
+        print(json.dumps([time.monotonic() - began, str(error), error.hint]), flush=True)
         os._exit(3)
     """
     processes = start_ranks(body, 2, tmp_path / "meet", timeout_s=3.0)

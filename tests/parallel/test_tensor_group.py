@@ -117,7 +117,7 @@ def test_a_lost_peer_is_a_clear_error_within_the_timeout(tmp_path, call, last_wo
         while True:
             {CALLS[call]}
     except GroupError as error:
-        print(json.dumps([time.monotonic() - began, str(error)]))
+        print(json.dumps([time.monotonic() - began, str(error)]), flush=True)
         os._exit(3)
     """
     first, second = start_ranks(body, 2, 2, tmp_path / "meet", timeout_s=2.0)

@@ -77,9 +77,11 @@ def test_any_standard_stream_may_be_closed(env: dict[str, str], closed: str) -> 
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
-def test_an_answer_that_cannot_be_written_is_exit_code_3_and_one_line(env: dict[str, str]) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_answer_that_cannot_be_written_is_exit_code_3_and_one_line(env: dict[str, str], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*DIX, "status", "--json"], env=env, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        environment = {**env, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run([*DIX, "status", "--json"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 3
     assert done.stderr.splitlines()[0].endswith("No space left on device")
     assert "Traceback" not in done.stderr
@@ -315,9 +317,10 @@ def test_an_interrupt_in_the_middle_of_a_spawn_waits_for_its_end() -> None:
 
 
 HUNG_UP = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from deepinfer_cli.app import end_in_order
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 end_in_order()
 try:
     print("begun", flush=True)
