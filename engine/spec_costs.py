@@ -73,6 +73,7 @@ class Beyond:
         self._per_seq = RecentMedian(RECENT_STEPS)
         self._verified: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)  # seconds beyond the curve, sequences, drafts
         self._since_plain = 0  # verify steps
+        self._warm = True  # the last step was a plain one, or there was none
         self._shares: tuple[float, float] | None = None  # None: to be found anew
 
     @property
@@ -90,9 +91,12 @@ class Beyond:
     def observe(self, beyond_s: float, num_seqs: int, num_drafts: int) -> None:
         self._shares = None
         if not num_drafts:
-            self._since_plain = 0
-            self._per_seq.add(beyond_s / num_seqs)
+            # The first plain step behind a verify step finds other things in the caches: it takes up to twice as long as the next one.
+            if self._warm:
+                self._per_seq.add(beyond_s / num_seqs)
+            self._since_plain, self._warm = 0, True
             return
+        self._warm = False
         self._verified.append((beyond_s, num_seqs, num_drafts))
         self._since_plain += 1
         if self._since_plain >= FORGET_PLAIN:

@@ -67,18 +67,29 @@ def test_a_kind_of_step_that_nobody_has_taken_is_believed_to_be_cheap():
 
 
 def test_a_share_is_the_median_of_the_last_steps():
-    cost, rng, plain, verified = CostModel(FLAT, FREE), random.Random(5), [], []
+    cost, rng, plain, verified, warm = CostModel(FLAT, FREE), random.Random(5), [], [], True
     for _ in range(300):
         extra = rng.choice([-0.001, 0.001, rng.random()])
-        if rng.random() < 0.3:
+        if rng.random() < 0.5:
             cost.observe(2, 2, 0.010 + extra)
-            plain = [*plain, extra / 2][-RECENT_STEPS:]
+            plain, warm = [*plain, extra / 2][-RECENT_STEPS:] if warm else plain, True
         else:
             cost.observe(8, 2, 0.010 + extra)
+            warm = False
             verified = [*verified, extra][-RECENT_STEPS:]
         if plain and verified:
             per_seq_s = np.median(plain)
             assert cost.shares(2) == pytest.approx((per_seq_s, (np.median(verified) - 2 * per_seq_s) / 6))
+
+
+def test_the_first_plain_step_behind_a_verify_step_says_nothing():
+    """Other weights and rows are in the caches then. One such step, 1.98 ms for 1.42, kept drafts at four streams for 256 steps."""
+    cost = CostModel(FLAT, FREE)
+    cost.observe(24, 4, 0.010)
+    cost.observe(4, 4, 0.090)
+    assert cost.plain_s(4) == pytest.approx(0.010)
+    cost.observe(4, 4, 0.014)
+    assert cost.plain_s(4) == pytest.approx(0.014)
 
 
 def test_nothing_takes_less_than_no_time():
