@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,16 @@ NAME = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
 
 
 def new_run(root: Path, recipe: str) -> Path:
-    """A fresh directory `<time>-<recipe>-<id>`."""
+    """A fresh directory `<time>-<recipe>-<id>`; the id says when within its second, in 24 bits."""
     safe = re.sub(r"[^A-Za-z0-9._]+", "-", recipe).strip("-.") or "run"
-    path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}-{secrets.token_hex(3)}"
-    path.mkdir(parents=True)
-    return path
+    while True:
+        second, rest_ns = divmod(time.time_ns(), 10**9)
+        path = root / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(second))}-{safe}-{(rest_ns << 24) // 10**9:06x}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue  # another one of this moment
+        return path
 
 
 def write_json(path: Path, body: Any) -> None:
@@ -54,7 +58,8 @@ def read_run(path: Path) -> dict[str, Any]:
 
 def run_paths(root: Path) -> list[Path]:
     """Run directories, oldest first."""
-    return sorted(p for p in root.glob("*") if NAME.fullmatch(p.name) and (p / "run.json").is_file())
+    found = (p for p in root.glob("*") if NAME.fullmatch(p.name) and (p / "run.json").is_file())
+    return sorted(found, key=lambda path: (path.name[:15], path.name[-6:]))  # time, and when within the second; not by recipe
 
 
 def list_runs(root: Path) -> list[dict[str, Any]]:
