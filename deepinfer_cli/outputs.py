@@ -27,17 +27,22 @@ def output(path: Path) -> Iterator[Path]:
         if _is_special(path):
             yield path
             return
-        real = Path(os.path.realpath(path))
-        real.parent.mkdir(parents=True, exist_ok=True)
-        if real.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        temporary = real.with_name(f".{os.getpid()}-{real.name}")  # the ending stays: it names a picture's format
+        real, temporary = _places(path)
         try:
             _take_mode(real, temporary)
             yield temporary
             os.replace(temporary, real)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """The file behind all links, and the one beside it that is written first; makes the directories above them."""
+    real = Path(os.path.realpath(path))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    if real.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return real, real.with_name(f".{os.getpid()}-{real.name}")  # the ending stays: it names a picture's format
 
 
 def _take_mode(old: Path, new: Path) -> None:
@@ -58,11 +63,7 @@ def check_output(path: Path) -> None:
     """Before minutes of work whose result is to go there. Raises: as `output`."""
     with named(path):
         if not _is_special(path):
-            real = Path(os.path.realpath(path))
-            real.parent.mkdir(parents=True, exist_ok=True)
-            if real.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            probe = real.with_name(f".{os.getpid()}-{real.name}")
+            _, probe = _places(path)
             probe.touch()
             probe.unlink()
 

@@ -72,8 +72,7 @@ class Beyond:
         self._draft_ratio = RecentMedian(RECENT_DRAFTS)
         self._per_seq = RecentMedian(RECENT_STEPS)
         self._verified: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)  # seconds beyond the curve, sequences, drafts
-        self._since_plain = 0  # verify steps
-        self._warm = True  # the last step was a plain one, or there was none
+        self._since_plain = 0  # verify steps since the last plain one
         self._shares: tuple[float, float] | None = None  # None: to be found anew
 
     @property
@@ -92,15 +91,13 @@ class Beyond:
         self._shares = None
         if not num_drafts:
             # The first plain step behind a verify step finds other things in the caches: it takes up to twice as long as the next one.
-            if self._warm:
+            if self._since_plain == 0:
                 self._per_seq.add(beyond_s / num_seqs)
-            self._since_plain, self._warm = 0, True
+            self._since_plain = 0
             return
-        self._warm = False
         self._verified.append((beyond_s, num_seqs, num_drafts))
         self._since_plain += 1
-        if self._since_plain >= FORGET_PLAIN:
-            self._since_plain = 0
+        if self._since_plain % FORGET_PLAIN == 0:
             self._per_seq.clear()
 
     def observe_draft(self, ratio: float) -> None:
