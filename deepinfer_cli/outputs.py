@@ -1,13 +1,15 @@
-"""Files that a user named: written whole or not at all, and what the system refuses about them is told with their names."""
+"""Files that a user named, and those of a run: written whole or not at all, and what the system refuses is told with their names."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hicache.errors import ConfigError
 
@@ -29,8 +31,10 @@ def output(path: Path) -> Iterator[Path]:
             return
         real, temporary = _places(path)
         try:
+            temporary.unlink(missing_ok=True)  # of a killed process that had our id, or a link that somebody laid there
             _take_mode(real, temporary)
             yield temporary
+            _to_disk(temporary)
             os.replace(temporary, real)
         finally:
             temporary.unlink(missing_ok=True)
@@ -51,6 +55,17 @@ def _take_mode(old: Path, new: Path) -> None:
         mode = stat.S_IMODE(old.stat().st_mode)
         new.touch(0o600)
         new.chmod(mode)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's bytes lie on the disk: many file systems find out only then that there is no room."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, body: Any) -> None:
+    """For people too: indented, one value a line. Raises: as `output`."""
+    write_text(path, json.dumps(body, indent=1, ensure_ascii=False, default=str) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from deepinfer_cli.bench.agentx_sets import default_set, open_traces
 from deepinfer_cli.bench.aiperf_command import FAST_S, LEAST_S, OFFICIAL_S, AgentxPlan
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.models import is_tiny, make_ready
+from deepinfer_cli.outputs import output
 from hicache.errors import ConfigError
 from server.launch import load_launch
 from server.state import list_servers
@@ -135,7 +136,6 @@ def keep_tokenizer(source: Path, cache: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != len(data):
-            temporary = folder / f".{name}.tmp"
-            temporary.write_bytes(data)
-            temporary.rename(folder / name)
+            with output(folder / name) as place:
+                place.write_bytes(data)
     return folder

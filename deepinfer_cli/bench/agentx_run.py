@@ -30,11 +30,12 @@ from deepinfer_cli.bench.aiperf_command import (
 )
 from deepinfer_cli.bench.aiperf_harness import Harness
 from deepinfer_cli.bench.aiperf_process import ClockWatch, CpuWatch, HarnessProcess
-from deepinfer_cli.bench.runs import SCHEMA, new_run, write_json
+from deepinfer_cli.bench.runs import SCHEMA, new_run
 from deepinfer_cli.doctor import environment_snapshot
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.models import STAMP, is_tiny
+from deepinfer_cli.outputs import write_json
 from server.errors import ServerUnreachable
 
 LOOK_S = 0.25

@@ -21,11 +21,12 @@ from deepinfer_cli.bench.load import Job
 from deepinfer_cli.bench.preflight import Server
 from deepinfer_cli.bench.prompts import make_conversations, word_counter
 from deepinfer_cli.bench.recipe import Recipe
-from deepinfer_cli.bench.runs import SCHEMA, new_run, read_lines, write_json
+from deepinfer_cli.bench.runs import SCHEMA, new_run, read_lines
 from deepinfer_cli.doctor import environment_snapshot
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.models import STAMP
+from deepinfer_cli.outputs import write_json
 from deepinfer_cli.ui import Bar
 from hicache.errors import DixError
 from server.errors import ServerUnreachable

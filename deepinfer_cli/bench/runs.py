@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -31,20 +30,6 @@ def new_run(root: Path, recipe: str) -> Path:
         except FileExistsError:
             continue  # another one of this moment
         return path
-
-
-def write_json(path: Path, body: Any) -> None:
-    """Replace a file at once or not at all. Raises: OSError when the disk is full; the old file is then still there."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(body, file, indent=1, ensure_ascii=False, default=str)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pandas as pd
 
 from deepinfer_cli.bench.records import Outcome
 from deepinfer_cli.bench.runs import read_lines
+from deepinfer_cli.outputs import output
 
 INTEGERS = ("prompt_tokens", "cached_tokens", "output_tokens", "rank", "drafted_tokens", "accepted_tokens")
 # Our server's own account of one request, in seconds there and in ms here.
@@ -125,9 +126,5 @@ def write_tables(folder: Path, run: str) -> pd.DataFrame:
 
 
 def write_parquet(frame: pd.DataFrame, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        frame.to_parquet(temporary, index=False)
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with output(path) as place:
+        frame.to_parquet(place, index=False)

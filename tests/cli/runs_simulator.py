@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from deepinfer_cli.bench.runs import write_json
+from deepinfer_cli.outputs import write_json
 
 BETWEEN_RUNS = 0.02  # standard deviation of a run's own speed factor: clocks, neighbours, temperature
 WINDOW_S = 300.0

@@ -56,6 +56,16 @@ def test_who_could_read_the_old_file_can_read_the_new_one_and_nobody_else(tmp_pa
     assert target.read_text() == "new"
 
 
+def test_a_link_in_the_place_of_the_new_file_is_not_followed(tmp_path: Path) -> None:
+    """Somebody who may write to that directory too, as to /tmp, could lay it there."""
+    with output(tmp_path / "x") as place:
+        place.write_text("old")
+    (tmp_path / "theirs").write_text("theirs")
+    place.symlink_to("theirs")
+    write_text(tmp_path / "x", "new")
+    assert ((tmp_path / "theirs").read_text(), (tmp_path / "x").read_text()) == ("theirs", "new")
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")

@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from deepinfer_cli.bench.runs import SCHEMA, write_json
+from deepinfer_cli.bench.runs import SCHEMA
 from deepinfer_cli.bench.tables import write_tables
+from deepinfer_cli.outputs import write_json
 from deepinfer_cli.report import png
 from deepinfer_cli.report.stats import percentile, summarize
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepinfer_cli.bench.runs import find_runs, list_runs, new_run, write_json
+from deepinfer_cli.bench.runs import find_runs, list_runs, new_run
+from deepinfer_cli.outputs import write_json
 
 
 def test_runs_of_one_second_stay_in_the_order_in_which_they_began(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from deepinfer_cli.bench.runs import read_run, write_json
+from deepinfer_cli.bench.runs import read_run
+from deepinfer_cli.outputs import write_json
 from deepinfer_cli.report.explain import MEANINGS
 from deepinfer_cli.report.server_side import PARTS, mean_split_of_ttft, split_of_ttft
 from deepinfer_cli.report.stats import summarize

@@ -24,12 +24,13 @@ import msgspec
 import pytest
 
 from deepinfer_cli.app import end_in_order
-from deepinfer_cli.bench.runs import list_runs, new_run, write_json
+from deepinfer_cli.bench.runs import list_runs, new_run
 from deepinfer_cli.commands.chat import own_server
 from deepinfer_cli.commands.logs import read_new
 from deepinfer_cli.commands.status import _up_s
 from deepinfer_cli.invocation import Shared, prepare
 from deepinfer_cli.narrator import Narrator
+from deepinfer_cli.outputs import write_json
 from deepinfer_cli.paths import paths_from
 from deepinfer_cli.servers import find_url
 from engine.config import EngineConfig
@@ -185,12 +186,19 @@ def test_a_limit_on_the_size_of_files_is_named(env: dict[str, str]) -> None:
     assert "File too large" in done.stderr.splitlines()[0]
 
 
-def test_a_run_directory_on_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_run_directory_on_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many file systems take what is written and find out only later that it has no room."""
+
+    def refuse(_file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     run = new_run(tmp_path, "smoke")
     write_json(run / "run.json", {"status": "running"})
-    (run / "run.json.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        write_json(run / "run.json", {"status": "finished"})
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            write_json(run / "run.json", {"status": "finished"})
+    assert [path.name for path in run.iterdir()] == ["run.json"]
     assert json.loads((run / "run.json").read_text()) == {"status": "running"}
     write_json(run / "run.json", {"status": "finished"})
     assert [body["status"] for body in list_runs(tmp_path)] == ["finished"]
