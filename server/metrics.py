@@ -199,4 +199,6 @@ def _requests(metrics: FrontMetrics, pool: RankPool) -> dict[str, Any]:
         "active": sum(not ticket.queued for ticket in tickets),
         "queued": sum(ticket.queued for ticket in tickets),
         "streams_open": metrics.streams_open,
+        "slow_readers_total": pool.slow_readers_total,
+        "unread_bytes": pool.unread_bytes,
     }

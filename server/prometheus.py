@@ -232,10 +232,12 @@ class RankCollector(Collector):
             ("rank_deaths", self.metrics.watchdog.deaths_total),
             ("rank_hangs", self.metrics.watchdog.hangs_total),
             ("rank_restarts", self.metrics.watchdog.restarts_total),
+            ("slow_readers", self.pool.slow_readers_total),
             ("unknown_fields", self.metrics.unknown_fields_total),
             *((name, self.metrics.oddities[name]) for name in ODDITIES),
         ):
             yield CounterMetricFamily(f"deepinfer:{name}", name.replace("_", " "), value=value)
+        yield GaugeMetricFamily("deepinfer:unread_output_bytes", "what waits for clients to read it", value=self.pool.unread_bytes)
         rejected = CounterMetricFamily("deepinfer:requests_rejected", "requests refused, by status", labels=("status",))
         for status, count in sorted(self.metrics.rejected.items()):
             rejected.add_metric([status], count)

@@ -27,6 +27,7 @@ from server.tickets import Ticket
 from server.totals import Record, added, counters_only, empty_record, merged
 
 SWEEP_S = 0.1
+MAX_UNREAD_BYTES = 256 * 2**20  # of outputs that wait for all clients together
 MAX_BATCH = 8  # a stream spends about 0.1 ms on an output, 0.5 ms on its last one
 log = logging.getLogger("front")
 
@@ -77,6 +78,7 @@ class RankPool:
         self._context = zmq.Context()
         self._look = asyncio.Event()
         self._delivered = 0
+        self.slow_readers_total = 0
         self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
@@ -273,6 +275,25 @@ class RankPool:
             for view in self.ranks:
                 for ticket in view.tickets.values():
                     ticket.mailbox.end_silence(now)
+            self.end_slowest()
+
+    @property
+    def unread_bytes(self) -> int:
+        """What waits for clients to read it."""
+        return sum(ticket.mailbox.num_bytes for view in self.ranks for ticket in view.tickets.values())
+
+    def end_slowest(self) -> None:
+        """While more waits than `MAX_UNREAD_BYTES`: end the request whose client is furthest behind."""
+        while self.unread_bytes > MAX_UNREAD_BYTES:
+            waiting = [ticket for view in self.ranks for ticket in view.tickets.values()]
+            self._give_up(max(waiting, key=lambda ticket: ticket.mailbox.num_bytes))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """A client does not read: stop its request and forget what waits for it."""
+        dropped = ticket.mailbox.give_up(ApiError(503, "slow_reader", "the client reads too slowly", type="server_error"))
+        self.slow_readers_total += 1
+        log.warning("a client reads too slowly: its request ended, %d outputs dropped", dropped, extra={"request_id": ticket.request_id})
+        self.close(ticket)
 
     def _receive(self) -> list[bytes] | None:
         return self._socket.recv_multipart() if self._socket.poll(0) else None
@@ -325,8 +346,7 @@ class RankPool:
             del self._owners[output.request_id]
             ticket.open_choices.discard(choice)
         if not ticket.mailbox.put(choice, output):
-            ticket.mailbox.fail(ApiError(503, "slow_reader", "the client reads too slowly", type="server_error"))
-            self.close(ticket)
+            self._give_up(ticket)
 
     def shut(self) -> None:
         self._socket.close()

@@ -11,15 +11,31 @@ from engine.request import Output, Timing
 from server.errors import ApiError
 from server.protocol import Reply
 
+# A box with as much is full. A reader may leave it full for `SLOW_READER_S`; how much waits in all of them is bounded by their owner.
 MAX_MAIL = 1024
+MAX_MAIL_BYTES = 4 * 2**20
 MAX_BATCH = 64  # outputs that are framed in one go, a few milliseconds
 SLOW_READER_S = 30.0
+# What an output takes in the front's memory: by itself, for each token, each log-probability and each alternative (measured).
+OUTPUT_BYTES, TOKEN_BYTES, LOGPROB_BYTES, ALTERNATIVE_BYTES = 300, 36, 120, 116
+
+
+def size_of(output: Output) -> int:
+    """About how many bytes of memory an output takes."""
+    size = OUTPUT_BYTES + TOKEN_BYTES * len(output.token_ids)
+    for logprob in output.logprobs:
+        size += LOGPROB_BYTES + ALTERNATIVE_BYTES * len(logprob.top)
+    return size
 
 
 class Mailbox:
-    """Outputs in arrival order as (choice, output). One reader. A failure is delivered after what arrived before it."""
+    """Outputs in arrival order as (choice, output). One reader. A failure is delivered after what arrived before it.
+
+    num_bytes: what waits takes, by `size_of`.
+    """
 
     def __init__(self) -> None:
+        self.num_bytes = 0
         self._items: deque[tuple[int, Output]] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._reader_until_s = 0.0
@@ -29,12 +45,25 @@ class Mailbox:
     def put(self, choice: int, output: Output) -> bool:
         """False when the reader has left the box full for too long."""
         self._items.append((choice, output))
+        self.num_bytes += size_of(output)
         self._call_reader()
-        if len(self._items) < MAX_MAIL:
+        if not self._full:
             self._full_since_s = None
         elif self._full_since_s is None:
             self._full_since_s = time.monotonic()
         return self._full_since_s is None or time.monotonic() - self._full_since_s < SLOW_READER_S
+
+    @property
+    def _full(self) -> bool:
+        return len(self._items) >= MAX_MAIL or self.num_bytes > MAX_MAIL_BYTES
+
+    def give_up(self, error: ApiError) -> int:
+        """Fail, and drop what waits: its reader will not come. Returns how many outputs those were."""
+        dropped = len(self._items)
+        self._items.clear()
+        self.num_bytes = 0
+        self.fail(error)
+        return dropped
 
     def fail(self, error: ApiError) -> None:
         if self._failure is None:
@@ -66,7 +95,8 @@ class Mailbox:
         elif len(self._items) > MAX_BATCH:
             await asyncio.sleep(0)  # the backlog of a slow reader: other streams have their turn between its pieces
         items = [self._items.popleft() for _ in range(min(len(self._items), MAX_BATCH))]
-        if len(self._items) < MAX_MAIL:
+        self.num_bytes = self.num_bytes - sum(size_of(output) for _, output in items) if self._items else 0
+        if not self._full:
             self._full_since_s = None
         if self._failure is not None and not items:
             raise self._failure

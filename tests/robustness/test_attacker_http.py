@@ -201,8 +201,8 @@ def test_text_that_leaves_no_stand_in_ends(attacked: FakeServer) -> None:
 def test_a_reader_that_comes_back_to_a_large_backlog_does_not_stop_the_loop(attacked: FakeServer, memory: Memory) -> None:
     """Thousands of waiting outputs are framed a few at a time, also when their reader reads again or leaves.
 
-    A backlog is bounded by time, not by bytes (`SLOW_READER_S` and `--write-timeout` cut its reader off), so how much of it waits at once
-    depends on the machine. It has to be given back: further ones take no more.
+    How much of it waits at once depends on the machine, below the bounds of `tests/server/test_slow_readers.py`. It has to be given back:
+    further ones take no more.
     """
     leave_a_backlog(attacked)
     assert memory.growth_mib <= MOST_OF_ONE_BACKLOG_MIB
