@@ -122,6 +122,13 @@ class EngineConfig:
         "Calibration of draft confidences: one divisor, or one per drafted token, comma separated.",
         aliases=("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE",),
     )
+    force_accept_length: float = knob(
+        0.0,
+        "Mean tokens of a verification, kept drafts and the one behind them, by count instead of by the model, every draft verified; "
+        "for measurements with random weights, 0 is off.",
+        unit="tokens",
+        ge=0,
+    )
     zero_overhead_scheduling: bool | str = knob(
         "auto",
         "Plan the next decode step while one is computed; auto: on GPUs without drafts, where it measured faster.",
@@ -206,6 +213,7 @@ class EngineConfig:
                 hint=f"at most engine.expert_rearrangement_step_interval, which is {self.expert_rearrangement_step_interval}",
             )
         self._check_forced_routing()
+        self._check_forced_accept()
         if self.yoco_mode != TruncationMode.OFF and self.yoco_keep_tokens == 0:
             raise ConfigError(
                 f"engine.yoco_mode is {self.yoco_mode} but engine.yoco_keep_tokens is 0",
@@ -225,6 +233,28 @@ class EngineConfig:
             raise ConfigError(f"{name} is {ratio:g}", hint=f"from 1 to engine.ep, which is {self.ep}: the first rank gets all then")
         if self.load_format != "dummy":
             raise ConfigError(f"{name} replaces the router of a real model", hint="it is for measurements: --set engine.load_format=dummy")
+
+    def _check_forced_accept(self) -> None:
+        length = self.force_accept_length
+        if length == 0:
+            return
+        if not self.spec or self.num_draft_tokens == 0:
+            raise ConfigError("engine.force_accept_length is set but nothing is drafted", hint="--spec and --num-draft-tokens above 0")
+        most = 1 + self.num_draft_tokens
+        if not 1 <= length <= most:
+            raise ConfigError(
+                f"engine.force_accept_length is {length:g}", hint=f"from 1 to {most}: engine.num_draft_tokens and the token behind them"
+            )
+        if self.load_format != "dummy":
+            raise ConfigError(
+                "engine.force_accept_length replaces the verification of a real model",
+                hint="it is for measurements: --set engine.load_format=dummy",
+            )
+
+    @property
+    def chooses_draft_lengths(self) -> bool:
+        """Whether steps verify as many drafts as pay for themselves: what confidences promise does not come of forced acceptance."""
+        return self.enable_mtp_varlen and not self.force_accept_length
 
     @property
     def backtracking_tokens(self) -> int:

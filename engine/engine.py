@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
 from engine.drafter import DrafterLike
 from engine.errors import RequestError
+from engine.forced_accept import make_forced_accept
 from engine.grammar_compiler import Build, GrammarBuilds, GrammarCompiler, vocabulary_bytes
 from engine.metrics import rank_record
 from engine.pipeline import Pipeline
@@ -73,7 +74,7 @@ class Engine:
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
         drafter = make_drafter(config, self.runner)
         limits = scheduler_limits(config, self.limits, self.runner.kv.block_size, drafter)
-        sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids)
+        sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids, make_forced_accept(config, limits.max_drafts))
         self.overlaps = overlaps_steps(config, self.limits.device, drafter)
         # Enqueueing for a GPU leaves the caller free. Drafts need the host between two steps, and a CPU computes in a thread.
         in_caller = not self.overlaps or (self.limits.device == "cuda" and drafter is None)
@@ -222,7 +223,7 @@ class Engine:
     def _measure_costs(self) -> None:
         """Take the cost curve of the model's present path, on blocks and slots that nobody owns. None free: ask again later."""
         drafter = self.drafter
-        if drafter is None or not self.config.enable_mtp_varlen or self._measured_path == path_of(self.runner):
+        if drafter is None or not self.config.chooses_draft_lengths or self._measured_path == path_of(self.runner):
             return
         self._land()
         pools = self.scheduler.blocks

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.distribution import device_filters, probabilities
 from engine.draws import fixed_point, inverse_cdf, race
+from engine.forced_accept import ForcedAccept
 from engine.logit_edits import LogitEdits
 from engine.logprobs import logprobs_of
 from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, sample_rows
@@ -27,8 +28,10 @@ from engine.structured_output import RowMasks, apply_masks, draft_masks, row_mas
 class Sampler:
     """Chooses one token per row. Ids from `num_tokens` on have no token in the tokenizer and are never chosen."""
 
-    def __init__(self, num_tokens: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, num_tokens: int, eos_token_ids: frozenset[int], forced: ForcedAccept | None = None) -> None:
+        """forced: decides instead of the model how many drafts a verification keeps."""
         self.num_tokens = num_tokens
+        self._forced = forced
         self._edits = LogitEdits(eos_token_ids)
         self.poison_next_row = False  # fault injection: the next step's first row becomes NaN
 
@@ -82,8 +85,16 @@ class Sampler:
         """
         self._prepare(logits, seqs, sum(map(len, drafts)))
         if _all_plain(seqs):
-            return take_largest(_greedy(logits), drafts)
+            return self.verify_largest(_greedy(logits), seqs, drafts)
         return self._verify(logits, seqs, drafts, proposals)
+
+    def verify_largest(self, largest: Largest, seqs: list[Sequence], drafts: list[list[int]]) -> Sampled:
+        """As `verify`, of rows of which nobody wants more."""
+        counts = None
+        if self._forced is not None:
+            rows = DraftedRows.of(seqs, drafts)
+            counts = self._forced.apply(seqs, drafts, largest.ids, [draft < self.num_tokens for draft in rows.drafts])
+        return _kept_tokens(drafts, largest.ids, largest.errors, counts)
 
     @torch.inference_mode()
     def _verify(self, logits: Tensor, seqs: list[Sequence], drafts: list[list[int]], proposals: Proposals) -> Sampled:
@@ -96,7 +107,11 @@ class Sampler:
         if drawn:
             for i, token in zip(drawn, _verified(work[torch.tensor(drawn, device=work.device)], rows, drawn, proposals), strict=True):
                 tokens[i] = token
-        sampled = _kept_tokens(drafts, tokens, errors)
+        counts = None
+        if self._forced is not None:
+            judged = work.gather(1, torch.tensor(rows.drafts, device=work.device).clamp_(min=0)[:, None])[:, 0]
+            counts = self._forced.apply(seqs, drafts, tokens, (judged > float("-inf")).tolist())
+        sampled = _kept_tokens(drafts, tokens, errors, counts)
         reached = [
             (k, begin + j)
             for k, begin in enumerate(rows.begins)
@@ -190,10 +205,8 @@ def _greedy(logits: Tensor) -> Largest:
     return Largest(ids.tolist(), best.tolist())
 
 
-def take_largest(largest: Largest, drafts: list[list[int]] | None = None) -> Sampled:
-    """What the sampler makes of rows of which nobody wants more. drafts: of each sequence in a verify step."""
-    if drafts:
-        return _kept_tokens(drafts, largest.ids, largest.errors)
+def take_largest(largest: Largest) -> Sampled:
+    """What the sampler makes of rows of which nobody wants more."""
     return Sampled([[token] for token in largest.ids], errors=largest.errors)
 
 
@@ -266,13 +279,16 @@ def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Pr
     return tokens
 
 
-def _kept_tokens(drafts: list[list[int]], tokens: list[int], errors: dict[int, str]) -> Sampled:
-    """The rows of every sequence up to the first whose token is not its draft. An error in a row that is reached fails the sequence."""
+def _kept_tokens(drafts: list[list[int]], tokens: list[int], errors: dict[int, str], counts: list[int] | None = None) -> Sampled:
+    """The rows of every sequence up to the first whose token is not its draft. An error in a row that is reached fails the sequence.
+
+    counts: how many drafts each sequence keeps when that is decided elsewhere.
+    """
     kept: list[list[int]] = []
     failed: dict[int, str] = {}
     begin = 0
     for k, ids in enumerate(drafts):
-        count = 1 + accepted_prefix(ids, tokens[begin : begin + len(ids)])
+        count = 1 + (accepted_prefix(ids, tokens[begin : begin + len(ids)]) if counts is None else counts[k])
         kept.append(tokens[begin : begin + count])
         if errors:
             bad = next((i for i in range(begin, begin + count) if i in errors), None)

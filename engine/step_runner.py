@@ -83,7 +83,7 @@ class StepRunner:
         if step.kind is StepKind.VERIFY:
             assert self.drafter is not None, "drafts without a drafter"
             if isinstance(logits, Largest):
-                sampled = take_largest(logits, computed.drafts)
+                sampled = self.sampler.verify_largest(logits, step.rows, computed.drafts)
             else:
                 sampled = self.sampler.verify(logits, step.rows, computed.drafts, self.drafter.proposals)
             self.drafter.observe(step.rows, computed.drafts, sampled.token_ids)
