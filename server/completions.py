@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,7 +14,7 @@ from server.answers import Head, new_head, plain_logprobs, usage_of
 from server.choice import Choice
 from server.errors import ApiError
 from server.front_state import Front
-from server.generation import Generation, begin, rank_headers, resolve_max_tokens
+from server.generation import Batch, Generation, begin, merged, rank_headers, resolve_max_tokens
 from server.json_response import JsonResponse
 from server.output_parser import Delta
 from server.schemas import CommonRequest, parse_common, parse_prompts, refuse_plain_extras
@@ -108,7 +109,8 @@ async def _collect(generation: Generation) -> list[list[Delta]]:
 
 
 async def _events(generations: list[Generation], request: CommonRequest, head: Head) -> AsyncIterator[bytes]:
-    """Prompts are streamed one after the other; their generations run at the same time."""
+    ended: set[int] = set()
+    offsets = [0] * (request.n * len(generations))
 
     def chunk(choices: list[dict[str, Any]], usage_now: dict[str, Any] | None = None) -> bytes:
         value = {**head.with_choices(choices), **explained}
@@ -119,32 +121,28 @@ async def _events(generations: list[Generation], request: CommonRequest, head: H
             value["usage"] = usage_now
         return event(value)
 
+    def framed(first: int, generation: Generation, batch: Batch) -> Iterator[bytes]:
+        """first: number of the generation's first choice."""
+        for choice, piece in batch:
+            number = first + choice.index
+            logprobs = plain_logprobs(choice.logprobs(piece), offsets[number]) if request.logprobs else None
+            offsets[number] += len(piece.text)
+            yield chunk([_choice(number, piece.text, None, logprobs, choice)])
+        for choice in generation.choices:
+            number = first + choice.index
+            if choice.finish_reason is not None and number not in ended:
+                ended.add(number)
+                yield chunk([_choice(number, "", choice.finish_reason, None, choice)])
+
     try:
         explained = await generations[0].explanation()
-        for number, generation in enumerate(generations):
-            async for data in _one_prompt(generation, number * request.n, request, chunk):
-                yield data
+        async with aclosing(merged(generations)) as batches:
+            async for prompt, batch in batches:
+                if batch is None:
+                    yield KEEP_ALIVE
+                elif data := b"".join(framed(prompt * request.n, generations[prompt], batch)):
+                    yield data
     except ApiError as error:
         yield error_event(error)
         return
     yield (chunk([], _usage(generations)) if request.include_usage else b"") + DONE
-
-
-async def _one_prompt(generation: Generation, first: int, request: CommonRequest, chunk: Any) -> AsyncIterator[bytes]:
-    ended: set[int] = set()
-    offsets = [0] * len(generation.choices)
-    async for batch in generation.pieces():
-        if batch is None:
-            yield KEEP_ALIVE
-            continue
-        data = []
-        for choice, piece in batch:
-            logprobs = plain_logprobs(choice.logprobs(piece), offsets[choice.index]) if request.logprobs else None
-            offsets[choice.index] += len(piece.text)
-            data.append(chunk([_choice(first + choice.index, piece.text, None, logprobs, choice)]))
-        for choice in generation.choices:
-            if choice.finish_reason is not None and choice.index not in ended:
-                ended.add(choice.index)
-                data.append(chunk([_choice(first + choice.index, "", choice.finish_reason, None, choice)]))
-        if data:
-            yield b"".join(data)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ KEEP_ALIVE_S = 10.0
 INLINE_TOKENS = 4096  # hashing more tokens than this goes to a worker
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity", "x-correlation-id")
 MAX_SESSION = 256
+Batch = list[tuple[Choice, Delta]]
 
 
 @dataclass(slots=True)
@@ -48,7 +50,7 @@ class Generation:
     def finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    async def pieces(self) -> AsyncIterator[list[tuple[Choice, Delta]] | None]:
+    async def pieces(self) -> AsyncIterator[Batch | None]:
         """Batches of pieces until all choices are over; None marks a silence of `KEEP_ALIVE_S`.
 
         Raises:
@@ -60,7 +62,7 @@ class Generation:
                 if not items:
                     yield None
                     continue
-                batch: list[tuple[Choice, Delta]] = []
+                batch: Batch = []
                 for index, output in items:
                     choice = self.choices[index]
                     batch += [(choice, piece) for piece in choice.feed(output)]
@@ -142,6 +144,36 @@ class Generation:
             ended(prompt_keys(token_ids, self.salt, pool.key_space))
         else:
             self.front.workers.then(prompt_keys, token_ids, self.salt, pool.key_space, callback=ended)
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Batch | None], None]:
+    """Batches of several prompts of one request as they come, each with the number of its prompt. None waits unread behind another one,
+    where it would be taken for the backlog of a slow client.
+
+    Raises:
+        ApiError: one of them failed.
+    """
+    if len(generations) == 1:  # without a task for every batch
+        async for batch in generations[0].pieces():
+            yield 0, batch
+        return
+    streams = [generation.pieces() for generation in generations]
+    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                number = waiting.pop(task)
+                try:
+                    batch = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield number, batch
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def resolve_max_tokens(front: Front, request: CommonRequest, prompt_len: int, default: int) -> int:
