@@ -10,6 +10,8 @@
 #include <cuda_runtime.h>
 
 #define DIX_LAUNCH(kernel, grid, block, shared, stream, ...) kernel<<<(grid), (block), (shared), (stream)>>>(__VA_ARGS__)
+// Of a kernel whose blocks wait for each other: few enough to run at once, whatever else does.
+#define DIX_LAUNCH_TOGETHER DIX_LAUNCH
 // Of a kernel that is declared with DIX_CLUSTER(cluster): so many consecutive blocks run together and reach each other's shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define DIX_CLUSTER(size)

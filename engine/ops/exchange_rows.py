@@ -17,7 +17,12 @@ _ALIGNED = 4  # words: kernels read rows where they arrive, 16 bytes at a time
 def row_words(x: Tensor, chosen: int) -> tuple[int, int]:
     """Words of a row's values, and of the row. x: [T, C]."""
     values = x.shape[1] * x.element_size() // 4
-    return values, -(-(values + 2 * chosen) // _ALIGNED) * _ALIGNED
+    return values, words_of(values, chosen)
+
+
+def words_of(values: int, chosen: int) -> int:
+    """Words of a row with so many words of values."""
+    return -(-(values + 2 * chosen) // _ALIGNED) * _ALIGNED
 
 
 def pack_rows(

@@ -17,7 +17,12 @@ _HERE = Path(__file__).parent
 @cache
 def emulated_kernels() -> Kernels:
     """Built once per content of the sources; 'multiprocessors' is 1, so that every block walks through several units of work."""
+    return Kernels.of(emulated_library("packed_gemm_emulated", SOURCES), num_processors=1, warpgroups=True)
+
+
+def emulated_library(name: str, sources: tuple[str, ...]) -> ctypes.CDLL:
+    """Of some sources."""
     version = sha256((_HERE / "emulator.h").read_bytes()).hexdigest()[:8]
     flags = ("-x", "c++", "-O1", f"-I{_HERE}", f"-DEMULATOR={version}", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas")
-    library: ctypes.CDLL = load(Library("packed_gemm_emulated", SOURCES, flags=flags), default_build_dir())
-    return Kernels.of(library, num_processors=1, warpgroups=True)
+    library: ctypes.CDLL = load(Library(name, sources, flags=flags), default_build_dir())
+    return library

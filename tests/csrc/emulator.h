@@ -2,9 +2,11 @@
 // blocks at a barrier. Slow and literal. Asynchronous copies happen as late as the kernel allows, so that a missing wait shows.
 #pragma once
 
+#include <sched.h>
 #include <ucontext.h>
 
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -31,19 +33,21 @@ struct float4 {
 struct Dim {
     unsigned x;
 };
-inline Dim threadIdx, blockIdx, blockDim, gridDim;
+// One GPU per thread of the host.
+inline thread_local Dim threadIdx, blockIdx, blockDim, gridDim;
 
 using cudaStream_t = void*;
 using cudaError_t = int;
-constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFailure = 719, cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
 template <class Kernel>
 int cudaFuncSetAttribute(Kernel, int, int bytes) {
     return bytes <= 227 * 1024 ? cudaSuccess : cudaErrorInvalidValue;
 }
-inline int cudaGetLastError() { return cudaSuccess; }
 
 namespace dix {
 namespace emulator {
+
+inline thread_local bool failed = false;  // a thread of this kernel has trapped: none goes on
 
 struct Copy {
     void* to;
@@ -72,14 +76,14 @@ struct Barrier {
 };
 
 // The blocks of one cluster run together; without clusters that is one block.
-inline std::vector<Thread> threads;
-inline std::vector<Meeting> meetings;
-inline std::vector<Barrier> barriers;
-inline std::vector<std::vector<unsigned char>> shared;
-inline Barrier of_cluster;
-inline int current = 0, num_blocks = 1, first_block = 0, alive = 0;
-inline ucontext_t scheduler;
-inline std::function<void()> body;
+inline thread_local std::vector<Thread> threads;
+inline thread_local std::vector<Meeting> meetings;
+inline thread_local std::vector<Barrier> barriers;
+inline thread_local std::vector<std::vector<unsigned char>> shared;
+inline thread_local Barrier of_cluster;
+inline thread_local int current = 0, num_blocks = 1, first_block = 0, alive = 0;
+inline thread_local ucontext_t scheduler;
+inline thread_local std::function<void()> body;
 
 inline void pass() { swapcontext(&threads[current].context, &scheduler); }
 
@@ -126,7 +130,7 @@ inline void run_cluster(int first, int blocks, size_t bytes) {
         thread.context.uc_link = nullptr;
         makecontext(&thread.context, entry, 0);
     }
-    for (bool any = true; any;) {
+    for (bool any = true; any && !failed;) {
         any = false;
         for (current = 0; current < size; ++current) {
             if (threads[current].done) continue;
@@ -161,6 +165,15 @@ inline uint16_t round_bits(float x) {
 }
 
 }  // namespace emulator
+}  // namespace dix
+
+inline int cudaGetLastError() {
+    const bool failed = dix::emulator::failed;
+    dix::emulator::failed = false;
+    return failed ? cudaErrorLaunchFailure : cudaSuccess;
+}
+
+namespace dix {
 
 inline unsigned char* shared_memory() { return emulator::shared[emulator::block()].data(); }
 inline int cluster_rank() { return emulator::block(); }
@@ -274,6 +287,21 @@ inline float power_of_two(float x) { return std::exp2(x); }
 inline int bits_of(float x) { return std::bit_cast<int>(x); }
 inline float value_of(int bits) { return std::bit_cast<float>(bits); }
 inline int atomic_add_shared(int* counter, int value) { return (*counter += value) - value; }
+// Other GPUs run meanwhile. What they wrote before their release is read behind this acquire.
+inline uint64_t load_acquire(const uint64_t* flag) {
+    emulator::pass();
+    sched_yield();
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+inline void store_release(uint64_t* flag, uint64_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+inline uint32_t load_written(const uint32_t* word) { return *word; }
+inline uint4 load_written16(const uint4* quad) { return *quad; }
+inline int64_t nanoseconds() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+inline void fail_kernel() {
+    for (emulator::failed = true;;) emulator::pass();
+}
 inline void sync_block() { emulator::meet(emulator::barriers[emulator::block()], static_cast<int>(blockDim.x)); }
 
 }  // namespace dix
@@ -289,3 +317,4 @@ inline void sync_block() { emulator::meet(emulator::barriers[emulator::block()],
         }                                                                                \
     } while (false)
 #define DIX_LAUNCH(kernel, ...) DIX_LAUNCH_CLUSTERS(kernel, 1, __VA_ARGS__)
+#define DIX_LAUNCH_TOGETHER(kernel, grid, ...) DIX_LAUNCH_CLUSTERS(kernel, grid, grid, __VA_ARGS__)

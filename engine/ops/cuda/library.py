@@ -1,4 +1,4 @@
-"""The compiled kernels of packed weights, index search and sampling: built once per GPU architecture, argument types checked."""
+"""The compiled kernels of packed weights, index search, sampling and peers: built once per GPU architecture, argument types checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ SOURCES = (
     "kernels/index_scores.cu",
     "kernels/index_scores_joint.cu",
     "kernels/select_topk.cu",
+    "kernels/peer_rows.cu",
 )
+HOST_SOURCES = ("kernels/peer_memory.cu",)  # calls of the CUDA runtime, which have no emulated form
 
 
 class GemmArguments(ctypes.Structure):
@@ -70,6 +72,37 @@ class SelectArguments(ctypes.Structure):
     ]
 
 
+class PeerArguments(ctypes.Structure):
+    """`PeerMemory` of csrc/include/peer.cuh, field by field."""
+
+    _fields_ = [
+        ("boxes", ctypes.c_void_p * 8),
+        *((name, ctypes.c_int64) for name in ("returned", "counters", "rows", "home")),
+        *((name, ctypes.c_int) for name in ("rank", "num_ranks")),
+        ("limit_ns", ctypes.c_int64),
+    ]
+
+
+class SendArguments(ctypes.Structure):
+    """`SendRows` of csrc/kernels/peer_rows.cu, field by field."""
+
+    _fields_ = [
+        ("peers", PeerArguments),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "slots", "copies", "weights", "real", "local_slots", "local_weights", "wanted")),
+        *((name, ctypes.c_int) for name in ("num_rows", "capacity", "chosen", "most_copies", "slots_per_rank", "quads", "row_quads")),
+    ]
+
+
+class HomeArguments(ctypes.Structure):
+    """`BringHome` of csrc/kernels/peer_rows.cu, field by field."""
+
+    _fields_ = [
+        ("peers", PeerArguments),
+        *((name, ctypes.c_void_p) for name in ("computed", "local_slots", "wanted", "shared", "out")),
+        *((name, ctypes.c_int) for name in ("num_rows", "capacity", "chosen", "quads", "parts", "wide")),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Bound launches; each returns a CUDA status. groups: as tiles, None where the device has no warpgroup products. num_processors:
@@ -85,6 +118,8 @@ class Kernels:
     scores: Callable[..., int]
     joint_scores: Callable[..., int]
     select: Callable[..., int]
+    send_rows: Callable[..., int]
+    bring_home: Callable[..., int]
     num_processors: int
 
     @staticmethod
@@ -101,8 +136,40 @@ class Kernels:
             scores=bind(library, "dix_index_scores", [ctypes.POINTER(ScoreArguments), pointer]),
             joint_scores=bind(library, "dix_index_scores_joint", [ctypes.POINTER(ScoreArguments), pointer]),
             select=bind(library, "dix_select_topk", [ctypes.POINTER(SelectArguments), number, number, pointer]),
+            send_rows=bind(library, "dix_send_rows", [ctypes.POINTER(SendArguments), number, pointer]),
+            bring_home=bind(library, "dix_bring_home", [ctypes.POINTER(HomeArguments), number, pointer]),
             num_processors=num_processors,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCalls:
+    """Memory for other processes of the host. Each returns a CUDA status; `text` says what one means."""
+
+    allocate: Callable[..., int]
+    open: Callable[..., int]
+    close: Callable[..., int]
+    free: Callable[..., int]
+    text: Callable[[int], bytes]
+
+    @staticmethod
+    def of(library: ctypes.CDLL) -> PeerCalls:
+        pointer, handle = ctypes.c_void_p, ctypes.c_char_p
+        text = library.dix_cuda_error
+        text.restype, text.argtypes = ctypes.c_char_p, [ctypes.c_int]
+        return PeerCalls(
+            allocate=bind(library, "dix_peer_allocate", [ctypes.c_size_t, ctypes.POINTER(pointer), handle]),
+            open=bind(library, "dix_peer_open", [handle, ctypes.POINTER(pointer)]),
+            close=bind(library, "dix_peer_close", [pointer]),
+            free=bind(library, "dix_peer_free", [pointer]),
+            text=text,
+        )
+
+
+@cache
+def peer_calls(device: int, build_dir: Path | None = None) -> PeerCalls:
+    """Of the library of `kernels`. Raises BuildError as it does."""
+    return PeerCalls.of(load(_library(device), build_dir or default_build_dir()))
 
 
 @cache
@@ -125,7 +192,7 @@ def _library(device: int) -> Library:
     properties = torch.cuda.get_device_properties(device)
     # Products by warpgroups are in the instructions that only this architecture has.
     own = "a" if properties.major == _WARPGROUPS else ""
-    return Library("packed_gemm", SOURCES, f"sm_{properties.major}{properties.minor}{own}")
+    return Library("packed_gemm", SOURCES + HOST_SOURCES, f"sm_{properties.major}{properties.minor}{own}")
 
 
 def check_launch(status: int, what: str) -> None:
