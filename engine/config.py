@@ -151,8 +151,8 @@ class EngineConfig:
     ep: int = knob(1, "Consecutive ranks that share the experts; divides dp.", unit="ranks", ge=1, common=True)
     expert_exchange: str = knob(
         "auto",
-        "How rows reach the experts of other ranks: all rows to all ranks, or to the ranks that need them.",
-        choices=("auto", "gather", "all_to_all"),
+        "How rows reach the experts of other ranks: all rows to all ranks, to the ranks that need them, or through the memory of peers.",
+        choices=("auto", "gather", "all_to_all", "peers"),
     )
     cp: int = knob(1, "Consecutive ranks that prefill prompts together; divides dp.", unit="ranks", ge=1, common=True)
     override_num_extra_experts: int = knob(

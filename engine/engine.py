@@ -315,6 +315,6 @@ class Engine:
         self.grammars.close()
         self._pipeline.close()  # first: steps write to memory that the cache's copies read
         self.cache.close()
-        if hasattr(self.runner, "drop_recordings"):
-            self.runner.drop_recordings()
+        if hasattr(self.runner, "close"):
+            self.runner.close()
         self.group.close()

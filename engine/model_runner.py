@@ -167,6 +167,12 @@ class ModelRunner:
                 graphs.close()
         self._decode = self._drafts = None
 
+    def close(self) -> None:
+        """Behind the last step and before the group is closed; all ranks of a group close their runners together."""
+        self.drop_recordings()
+        if self._exchange is not None:
+            self._exchange.close()
+
     @torch.inference_mode()
     def run(self, batch: Batch, probe: Probe | None = None) -> Tensor:
         """Run one step. Returns [R, V] fp32 logits of the requested rows, in slice order.

@@ -17,15 +17,20 @@ from torch import Tensor
 
 from engine.ops.exchange_rows import add_rank_sums, local_choices, pack_rows, row_words
 from engine.parallel.forced_routing import ForcedRouting
+from engine.parallel.peer_memory import Peers
+from engine.parallel.peer_trip import PeerTrip
 from engine.parallel.placement import Placement
 from engine.parallel.tensor_group import TensorGroup
 
 
 class Route(StrEnum):
-    """How rows travel. GATHER: every rank gets all rows. ALL_TO_ALL: a rank gets the rows that need it, packed to the front."""
+    """How rows travel. GATHER: every rank gets all rows. ALL_TO_ALL: a rank gets the rows that need it, packed to the front. PEERS: ranks
+    of one host write into each other's memory what the reader needs; steps with too many rows for it take GATHER.
+    """
 
     GATHER = "gather"
     ALL_TO_ALL = "all_to_all"
+    PEERS = "peers"
 
 
 class Experts(Protocol):
@@ -46,6 +51,20 @@ class Experts(Protocol):
 
     def add_up(self, parts: Tensor, shared: Tensor) -> Tensor:
         """[R, K, C] and the shared expert's [R, C] -> [R, C], in the order and rounding of a rank that has all experts."""
+
+
+class Trip(Protocol):
+    """One layer's rows on their way out and back."""
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All rows that came here, [ranks * capacity, C], with their local slots and weights [ranks * capacity, K]."""
+
+    def bring_parts(self, parts: Tensor) -> Tensor:
+        """[ranks * capacity, K, C] computed here -> [T, K, C] of this rank's rows, each from the rank that computed it."""
+
+    def bring_sums(self, sums: Tensor, shared: Callable[[], Tensor] | None) -> Tensor | None:
+        """[ranks * capacity, C] computed here -> [T, C], every rank's sums of this rank's rows and the shared expert's, added up. Without
+        the latter only what other ranks need of it happens."""
 
 
 @dataclass(slots=True)
@@ -88,13 +107,16 @@ class ExpertExchange:
         dtype: torch.dtype,
         num_chosen: int,
         beside: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         """boundary: first layer that sees the decoder's rows only. exact: bring home every choice's term, so that the sum has the order and
         the rounding of a rank that holds all experts; otherwise each rank's sum comes home. beside: in recorded steps the shared expert
-        runs on a stream of its own from before the rows leave; it changes no bit.
+        runs on a stream of its own from before the rows leave; it changes no bit. peers: for that route; given back by `close`.
         """
+        assert (peers is not None) == (route is Route.PEERS), f"rows travel by {route}, with peers {peers}"
         self.group, self.exact, self.route = group, exact, route
         self.beside = beside
+        self._peers = peers
         # [layers, c]: tokens by local slot since somebody set it to zero, while `counting`.
         self.counts = torch.zeros(num_layers, placement.slots_per_rank, dtype=torch.int64, device=device)
         self.counting = False
@@ -161,7 +183,7 @@ class ExpertExchange:
         if self.forced is not None:
             ids = self.forced(ids, number, self.group.rank)
         experts = layer.experts[0]
-        trip = _Trip(self.group, layer, capacity, self.route, self._real)
+        trip = self._trip(layer, capacity)
         shared = self._begin_shared(experts, x)
         rows, slots, shares = trip.dispatch(x, ids, weights)
         if self.counting:
@@ -170,8 +192,19 @@ class ExpertExchange:
         if self.exact:
             parts = trip.bring_parts(experts.parts(rows, slots, shares))
             return experts.add_up(parts, shared()) if len(x) else x
-        sums = trip.bring_sums(experts.summed(rows, slots, shares))
-        return add_rank_sums(sums, shared()) if len(x) else x
+        total = trip.bring_sums(experts.summed(rows, slots, shares), shared if len(x) else None)
+        return x if total is None else total
+
+    def _trip(self, layer: RoutedLayer, capacity: int) -> Trip:
+        """How the rows of this layer travel. All ranks choose the same: they have agreed on the capacity."""
+        if self._peers is not None and capacity <= self._peers.memory.layout.rows:
+            return PeerTrip(self._peers.memory, layer, capacity, self._real)
+        return CollectiveTrip(self.group, layer, capacity, self.route is not Route.ALL_TO_ALL, self._real)
+
+    def close(self) -> None:
+        """Give back what the route holds, behind the last step and its recordings. All ranks call it together."""
+        if self._peers is not None:
+            self._peers.close()
 
     def _begin_shared(self, experts: Experts, x: Tensor) -> Callable[[], Tensor]:
         """What waits for the shared expert's rows: begun now, on a side stream of a recorded step, or computed only then."""
@@ -194,25 +227,23 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Trip:
-    """One layer's rows on their way out and back; see `engine.ops.exchange_rows` for a row on its way."""
+class CollectiveTrip:
+    """A `Trip` by two collectives; see `engine.ops.exchange_rows` for a row on its way."""
 
-    def __init__(self, group: TensorGroup, layer: RoutedLayer, capacity: int, route: Route, real: Tensor | None) -> None:
-        """real: [T] bool, the rows that want experts; None for all of them."""
-        self._group, self._layer, self._capacity, self._route, self._real = group, layer, capacity, route, real
+    def __init__(self, group: TensorGroup, layer: RoutedLayer, capacity: int, gathered: bool, real: Tensor | None) -> None:
+        """gathered: all rows to all ranks. real: [T] bool, the rows that want experts; None for all of them."""
+        self._group, self._layer, self._capacity, self._gathered, self._real = group, layer, capacity, gathered, real
         self._slots_per_rank = layer.placement.slots_per_rank
         self._place: Tensor | None = None  # [T, ranks]: where a row is in what its ranks get, None when everywhere it is where it was
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All rows that came here, [ranks * capacity, C], with their local slots and weights [ranks * capacity, K]."""
         group, layer, (count, chosen) = self._group, self._layer, ids.shape
-        gathered = self._route is Route.GATHER
         width, words = row_words(x, chosen)
-        sent = self._capacity if gathered else count
+        sent = self._capacity if self._gathered else count
         packed = pack_rows(x, ids, weights, layer.slots, layer.copies, self._real, group.rank, sent)
         self._slots = packed[:count, width : width + chosen]
         arrived = x.new_empty(group.size, self._capacity, words, dtype=torch.int32)
-        if gathered:
+        if self._gathered:
             group.all_gather(arrived, packed)
         else:
             group.all_to_all(arrived, self._sort(packed, width))
@@ -239,7 +270,6 @@ class _Trip:
         return sent.view(group.size, self._capacity + 1, -1)[:, : self._capacity].contiguous()
 
     def bring_parts(self, parts: Tensor) -> Tensor:
-        """[ranks * capacity, K, C] computed here -> [T, K, C] of this rank's rows, each from the rank that computed it."""
         count, chosen = self._slots.shape
         returned = self._return(parts)
         row = torch.arange(count, device=parts.device)[:, None]
@@ -247,13 +277,12 @@ class _Trip:
         place = row if self._place is None else self._place.gather(1, owners)
         return returned[owners, place, torch.arange(chosen, device=parts.device)]
 
-    def bring_sums(self, sums: Tensor) -> Tensor:
-        """[ranks * capacity, C] computed here -> [ranks, T or more, C]: every rank's sums of this rank's rows."""
+    def bring_sums(self, sums: Tensor, shared: Callable[[], Tensor] | None) -> Tensor | None:
         returned = self._return(sums)
-        if self._place is None:
-            return returned
-        place = self._place.t()[:, :, None]  # [ranks, T, 1]
-        return torch.where(place >= 0, returned.gather(1, place.clamp(min=0).expand(-1, -1, returned.shape[2])), 0)
+        if self._place is not None:
+            place = self._place.t()[:, :, None]  # [ranks, T, 1]
+            returned = torch.where(place >= 0, returned.gather(1, place.clamp(min=0).expand(-1, -1, returned.shape[2])), 0)
+        return None if shared is None else add_rank_sums(returned, shared())
 
     def _return(self, computed: Tensor) -> Tensor:
         """[ranks, capacity, ...]: what every rank computed of the rows that it got from here."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from engine.config import EngineConfig
 from engine.distributed import Group
 from engine.models.config import TextConfig
 from engine.models.numerics import Numerics
+from engine.ops.peer_rows import PeerLayout
 from engine.parallel.expert_exchange import ExpertExchange, Route
 from engine.parallel.forced_routing import ForcedRouting
+from engine.parallel.peer_memory import MOST_ROWS, OpenPeers, Peers, check_peers
 from engine.parallel.placement import Placement
+from engine.parallel.tensor_group import TensorGroup
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +33,33 @@ def build_exchange(config: EngineConfig, text: TextConfig, numerics: Numerics, d
     assert group is not None, f"engine.ep is {config.ep} without a group"
     assert group.size == config.dp, f"engine.dp is {config.dp} in a group of {group.size}"
     placement = Placement.initial(text.n_routed_experts, config.override_num_extra_experts, config.ep)
+    exact, tensors = device == "cpu" or config.batch_invariant, group.split(config.ep, device)
+    # `auto` stays a collective until several GPUs have shown what peers bring.
+    route = Route.GATHER if config.expert_exchange == "auto" else Route(config.expert_exchange)
     exchange = ExpertExchange(
-        group.split(config.ep, device),
+        tensors,
         placement,
         text.num_hidden_layers,
         text.boundary,
-        exact=device == "cpu" or config.batch_invariant,
-        route=Route.GATHER if config.expert_exchange == "auto" else Route(config.expert_exchange),
+        exact=exact,
+        route=route,
         device=device,
         hidden=text.hidden_size,
         dtype=numerics.dtype,
         num_chosen=text.num_experts_per_tok,
+        peers=make_peers(config, text, numerics.dtype, device, tensors, exact) if route is Route.PEERS else None,
     )
     exchange.forced = forced_routing(config, text.n_routed_experts, len(set(placement.held_by(0))))
     log.info("experts %s of %d are here; rows travel by %s", exchange.local_experts, text.n_routed_experts, exchange.route)
     return exchange
+
+
+def make_peers(config: EngineConfig, text: TextConfig, dtype: torch.dtype, device: str, group: TensorGroup, exact: bool) -> Peers:
+    """Memory for the rows of all layers. Raises: ConfigError where this group has none."""
+    hidden, chosen = text.hidden_size, text.num_experts_per_tok
+    check_peers(group.size, hidden, dtype.itemsize, chosen, device)
+    layout = PeerLayout.of(group.size, MOST_ROWS, hidden, dtype.itemsize, chosen, exact)
+    return OpenPeers(group, layout, config.collective_timeout_s)
 
 
 def forced_routing(config: EngineConfig, num_experts: int, first: int) -> ForcedRouting | None:

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from engine.ops.exchange_rows import pack_rows
 from engine.ops.expert_mlp import expert_mlp, expert_parts
+from engine.ops.peer_rows import PeerLayout
 from engine.parallel.expert_exchange import ExpertExchange, Route
 from engine.parallel.placement import Placement
 from tests.engine.simulation import run_ranks
+from tests.parallel.peer_threads import ThreadPeers
 
 E, K, C, INNER, LAYERS, BOUNDARY = 6, 2, 8, 16, 2, 1
 
@@ -59,9 +61,12 @@ class Share:
         return torch.cat((parts, shared[:, None]), 1).float().sum(1).to(shared.dtype)
 
 
-def make_exchange(world, size, placement, *, exact=True, route=Route.GATHER, dtype=torch.float32):
+def make_exchange(world, size, placement, *, exact=True, route=Route.GATHER, dtype=torch.float32, peer_rows=4):
+    """peer_rows: steps with more rows of a rank go by collectives."""
     group = world.split(size, "cpu")
     options = {"exact": exact, "route": route, "device": "cpu", "hidden": C, "dtype": dtype, "num_chosen": K}
+    if route is Route.PEERS:
+        options["peers"] = ThreadPeers(group, PeerLayout.of(size, peer_rows, C, dtype.itemsize, K, exact))
     return ExpertExchange(group, placement, LAYERS, BOUNDARY, **options)
 
 
@@ -104,6 +109,7 @@ def test_every_rank_gets_what_all_experts_in_one_place_give(size, extra, counts,
             else:
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
         exchange.finish()
+        exchange.close()
 
     run_ranks(size, rank_main)
 

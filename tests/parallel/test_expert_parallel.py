@@ -15,6 +15,7 @@ from engine.request import Request, SamplingParams
 from hicache.config import HiCacheConfig
 from tests.engine.simulation import run_ranks
 from tests.models.golden import GOLDEN, PROMPTS, Seq
+from tests.parallel.peer_threads import peers_are_threads
 
 BASE = {
     "device": "cpu",
@@ -70,6 +71,12 @@ def run_group(dp: int, requests: list[Request], config: EngineConfig) -> dict[st
     return merged
 
 
+@pytest.fixture(scope="module", autouse=True)
+def any_route():
+    with peers_are_threads():
+        yield
+
+
 @pytest.fixture(scope="module")
 def requests():
     return mixed_requests(10, 500, 70)
@@ -80,7 +87,7 @@ def expected(requests):
     return run_group(1, requests, golden_config())
 
 
-@pytest.mark.parametrize(("dp", "ep", "route"), [(2, 2, "gather"), (2, 2, "all_to_all"), (4, 2, "auto"), (4, 4, "auto")])
+@pytest.mark.parametrize(("dp", "ep", "route"), [(2, 2, "gather"), (2, 2, "all_to_all"), (4, 2, "peers"), (4, 4, "auto")])
 def test_shared_experts_give_the_tokens_of_one_rank(requests, expected, dp, ep, route):
     config = golden_config(dp=dp, ep=ep, expert_exchange=route, yoco_mode="compact", yoco_keep_tokens=28)
     plain = run_group(1, requests, golden_config(yoco_mode="compact", yoco_keep_tokens=28))
@@ -114,7 +121,7 @@ def step_logits(dp: int, ep: int, precision: str, exchange: str = "auto") -> lis
 
 
 @pytest.mark.parametrize("precision", ["F", "Fq"])
-@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all", "peers"])
 def test_compiled_logits_are_equal_bit_for_bit(precision, exchange):
     shared, alone = step_logits(2, 2, precision, exchange), step_logits(2, 1, precision)
     assert len(shared[0]) == 3

@@ -22,6 +22,7 @@ from engine.parallel.placement import Placement
 from hicache.config import HiCacheConfig
 from tests.engine.simulation import run_ranks
 from tests.models.golden import PROMPTS, Seq, prefill
+from tests.parallel.peer_threads import peers_are_threads
 from tests.parallel.test_expert_exchange import LAYERS, Weights, make_exchange, rows_of
 from tests.parallel.test_expert_parallel import golden_config, mixed_requests, run_group, serve
 
@@ -56,6 +57,12 @@ class Listening(NullRecorder):
             replay()
 
         return listened
+
+
+@pytest.fixture(scope="module", autouse=True)
+def any_route():
+    with peers_are_threads():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +118,7 @@ def test_padding_changes_no_row_and_is_counted_nowhere(counts, route, exact, see
     layers, placement = [Weights(seed + layer) for layer in range(LAYERS)], Placement.initial(6, extra, 2)
 
     def rank_main(world):
-        exchange = make_exchange(world, 2, placement, exact=exact, route=route)
+        exchange = make_exchange(world, 2, placement, exact=exact, route=route, peer_rows=capacity)
         exchange.counting = True
         for number, weights in enumerate(layers):
             exchange.attach(number, weights.share(placement, world.rank))
