@@ -28,6 +28,8 @@ from server.totals import Record, added, counters_only, empty_record, merged
 
 SWEEP_S = 0.1
 MAX_UNREAD_BYTES = 256 * 2**20  # of outputs that wait for all clients together
+# Of prompts that wait for one rank, 40 bytes each here and 50 there: more than any rank prefills until `server.queue_timeout_s` is over.
+MAX_QUEUED_TOKENS = 32 * 2**20
 MAX_BATCH = 8  # a stream spends about 0.1 ms on an output, 0.5 ms on its last one
 log = logging.getLogger("front")
 
@@ -50,6 +52,11 @@ class RankView:
     @property
     def queued_tokens(self) -> int:
         return sum(ticket.queued_tokens for ticket in self.tickets.values() if ticket.queued)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that the rank keeps for later, whatever it will find of them in its cache; every choice has its own."""
+        return sum(ticket.prompt_len * len(ticket.open_choices) for ticket in self.tickets.values() if ticket.queued)
 
     @property
     def sequences(self) -> int:
@@ -162,7 +169,7 @@ class RankPool:
             Unavailable: not serving. ApiError: 429 when the chosen rank's queue is full.
         """
         self.check_available()
-        open_ranks = [view for view in self.ranks if view.sequences + len(requests) <= self._capacity(view)]
+        open_ranks = [view for view in self.ranks if self._has_room(view, requests)]
         if not open_ranks:
             raise ApiError(429, "queue_full", "too many requests are waiting", type="rate_limit_error", retry_after_s=1)
         queued = shared_queues([view.queued_tokens for view in self.ranks], self._cp)
@@ -194,6 +201,12 @@ class RankPool:
             if other is not view:
                 self._send(other.rank, protocol.Wake())
         return ticket
+
+    def _has_room(self, view: RankView, requests: list[Request]) -> bool:
+        if view.sequences + len(requests) > self._capacity(view):
+            return False
+        waiting, more = view.waiting_tokens, len(requests[0].prompt_token_ids) * len(requests)
+        return not waiting or waiting + more <= MAX_QUEUED_TOKENS
 
     def _capacity(self, view: RankView) -> int:
         assert view.limits is not None

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from engine.request import Output, Request, SamplingParams, TokenLogprob
 from server import protocol, rank_pool, tickets
-from server.config import ServerConfig
 from server.errors import ApiError
-from server.heartbeat import HeartbeatFile
 from server.metrics import FrontMetrics, json_document
 from server.prometheus import RankCollector, exposition
 from server.prompt_keys import prompt_keys
 from server.rank_pool import RankPool
-from server.router import Router
 from server.tickets import Mailbox, Ticket, size_of
-
-LIMITS = protocol.RankLimits(4096, 8, 512, 512, 1, 384, 64, 128)
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[RankPool]:
-    """One rank that is ready and to which nobody listens."""
-    found = RankPool(f"ipc://{tmp_path}/ranks", 1, ServerConfig(), Router("affinity"), HeartbeatFile(tmp_path / "beats", slots=2))
-    found._apply(found.ranks[0], protocol.Ready(1, LIMITS))
-    found.serving = True
-    yield found
-    found.shut()
 
 
 def accepted(pool: RankPool, name: str) -> Ticket:
