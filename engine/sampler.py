@@ -31,7 +31,7 @@ class Sampler:
     def __init__(self, num_tokens: int, eos_token_ids: frozenset[int], forced: ForcedAccept | None = None) -> None:
         """forced: decides instead of the model how many drafts a verification keeps."""
         self.num_tokens = num_tokens
-        self._forced = forced
+        self.forced = forced
         self._edits = LogitEdits(eos_token_ids)
         self.poison_next_row = False  # fault injection: the next step's first row becomes NaN
 
@@ -91,9 +91,9 @@ class Sampler:
     def verify_largest(self, largest: Largest, seqs: list[Sequence], drafts: list[list[int]]) -> Sampled:
         """As `verify`, of rows of which nobody wants more."""
         counts = None
-        if self._forced is not None:
+        if self.forced is not None:
             rows = DraftedRows.of(seqs, drafts)
-            counts = self._forced.apply(seqs, drafts, largest.ids, [draft < self.num_tokens for draft in rows.drafts])
+            counts = self.forced.apply(seqs, drafts, largest.ids, [draft < self.num_tokens for draft in rows.drafts])
         return _kept_tokens(drafts, largest.ids, largest.errors, counts)
 
     @torch.inference_mode()
@@ -108,9 +108,9 @@ class Sampler:
             for i, token in zip(drawn, _verified(work[torch.tensor(drawn, device=work.device)], rows, drawn, proposals), strict=True):
                 tokens[i] = token
         counts = None
-        if self._forced is not None:
+        if self.forced is not None:
             judged = work.gather(1, torch.tensor(rows.drafts, device=work.device).clamp_(min=0)[:, None])[:, 0]
-            counts = self._forced.apply(seqs, drafts, tokens, (judged > float("-inf")).tolist())
+            counts = self.forced.apply(seqs, drafts, tokens, (judged > float("-inf")).tolist())
         sampled = _kept_tokens(drafts, tokens, errors, counts)
         reached = [
             (k, begin + j)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -37,8 +38,9 @@ QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSH
 POLL_S, GRACE_S = 0.1, 2.0
 
 
-def run_together(commands: Sequence[Sequence[str]], *, own_gpus: bool = False) -> list[int]:
-    """Run the ranks and return their exit codes. own_gpus: each sees only the GPU of its number.
+def run_together(commands: Sequence[Sequence[str]], *, own_gpus: bool = False, until: float = math.inf) -> list[int]:
+    """Run the ranks and return their exit codes. own_gpus: each sees only the GPU of its number. until: when they are ended, by
+    `time.monotonic`.
 
     When one fails, or this process is told to end, the others are ended too: they would wait for it and keep their GPUs.
     """
@@ -48,9 +50,9 @@ def run_together(commands: Sequence[Sequence[str]], *, own_gpus: bool = False) -
         for number, command in enumerate(commands):
             devices = {"CUDA_VISIBLE_DEVICES": str(number)} if own_gpus else {}
             ranks.append(subprocess.Popen(command, env={**os.environ, **QUIET, **devices}))
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < until:
             time.sleep(POLL_S)
-        deadline = time.monotonic() + GRACE_S  # a cause and its echo come close together; both codes tell
+        deadline = min(until, time.monotonic() + GRACE_S)  # a cause and its echo come close together; both codes tell
         while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
             time.sleep(POLL_S)
     finally:

@@ -1,114 +1,60 @@
 """All 40 layers of the released shapes over several GPUs, experts shared: `python -m tests.gpu.whole_model OUT --ranks 8`.
 
-Weights are drawn on the GPUs, never read. Prints time per decode step, recorded and eager, beside its byte floor and beside predictions
-made from single layers on one GPU (`docs/hopper.md`), then the prefill of one prompt. With fewer than eight GPUs give `--layers`; with
-`--ranks 1` the rank exchanges rows with itself. `--device cpu` tries it at small sizes.
+Weights are drawn on the GPUs, never read, once for all parts (`--parts`, in the order given):
+
+    decode   recorded decode steps by batch, verify steps and drafts, beside byte floors
+    drafts   engines that decode plain and with forced accept lengths: tokens per second
+    shares   what kernels take of a step: experts, attention, exchange, and what is left
+    prefill  prompts of 32,768 and 131,072 tokens, of every rank at once and of all ranks together
+    ttft     first tokens of cold prompts and of hits in the host cache, on all ranks at once
+    eager    decode steps without recordings
+
+Every figure has its prediction beside it (`whole_predictions.py`) and is written as soon as it is found: the tables at the end show all
+there are, also after `--budget` seconds and when the script is told to end. With fewer than four GPUs give `--layers`; with `--ranks 1` the
+rank exchanges rows with itself. `--device cpu` tries everything at small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import time
-from contextlib import nullcontext
+import traceback
 from typing import Any
 
-from deepinfer_cli.opbench.layer_floor import layer_floor
-from engine.models.config import ModelConfig, parse_config
+from engine.models.config import parse_config
 from engine.models.released import excerpt, write_excerpt
-from tests.gpu.ranks import exchanging_alone, rank_command, rank_options, run_together
+from tests.gpu.ranks import rank_command, rank_options, run_together
 
-CONTEXT, STEPS, PROMPT = 8_192, 20, 32_768
-BATCHES = (1, 8, 64, 256)
-# Measured: time of a follower layer over its floor on one H200, what a layer costs beyond it when ranks exchange rows (NCCL, 2 GPUs), and
-# what the host takes for an eager layer with its exchange.
-OVER_FLOOR = {1: 2.65, 8: 1.57, 64: 1.30, 256: 1.52}
-EXCHANGE_US, COPY_TBS, EAGER_MS = 40.0, 4.25, 3.1
-
-
-def floor_ms(config: ModelConfig, batch: int, ranks: int) -> float:
-    """Bytes of all layers and the head for one step, read by all ranks together at the measured copy speed of each."""
-    text = config.text
-    touched = text.n_routed_experts * (1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** batch)
-    total = 0.0
-    for layer in range(text.num_hidden_layers):
-        floor = layer_floor(config, layer, CONTEXT)
-        # Dense weights are on every rank that has rows; experts and rows are divided.
-        total += floor.dense_bytes + (touched * floor.expert_bytes + batch * floor.row_bytes) / ranks
-    return (total + 2 * text.vocab_size * text.hidden_size) / COPY_TBS / 1e9
-
-
-def predicted_ms(config: ModelConfig, batch: int, ranks: int, eager: bool) -> float:
-    """The floor times what a layer needs over it, and exchanges; eager steps take their launches at least."""
-    layers = config.text.num_hidden_layers
-    device = floor_ms(config, batch, ranks) * OVER_FLOOR[batch] + layers * EXCHANGE_US / 1e3
-    return max(device, layers * EAGER_MS) if eager else device
+PARTS = ("decode", "drafts", "shares", "prefill", "ttft", "eager")
+GRACE_S = 20.0  # what a figure that has been begun may take beyond the budget
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> None:
-    import torch
+    from tests.gpu import whole_engine, whole_parts
+    from tests.gpu.whole_session import make_session
 
-    from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
-    from engine.config import EngineConfig
-    from engine.cuda_graph import NullRecorder
-    from engine.distributed import GlooGroup
-    from engine.layer_runs import LayerRuns
-    from engine.model_runner import ModelRunner
-
-    cuda, ranks = options.device == "cuda", options.ranks
-    if cuda:
-        torch.cuda.set_device(rank)
-    context, prompt = (CONTEXT, PROMPT) if cuda else (64, 96)
-    mine = {batch: len(range(rank, batch, ranks)) for batch in BATCHES}
-    most = max(mine.values())
-    config = EngineConfig(
-        model=options.model, load_format="dummy", device=options.device, precision="B", dp=ranks, ep=ranks, spec=False, num_draft_tokens=0,
-        max_num_seqs=most, num_blocks=max(most * (context // 128 + 2), prompt // 128 + 2) + 1, max_num_batched_tokens=prompt,
-        max_model_len=min(context, prompt), enforce_eager=not cuda,
-    )  # fmt: skip
-    began = time.perf_counter()
-    group = GlooGroup(rank, ranks, init_file=options.meeting, timeout_s=600)
-    # On CPUs nothing is recorded by itself; this runs the same code.
-    recorder = None if cuda else NullRecorder()
-    with nullcontext() if ranks > 1 else exchanging_alone():
-        runner = ModelRunner(config, group=group, recorder=recorder)
-    LayerRuns(runner, 1, context)  # fills the cache with random rows
-    report: dict[str, Any] = {"load_s": time.perf_counter() - began, "decode_ms": {}, "recordings": [str(r) for r in runner.recordings]}
-
-    def timed(batch: Batch | None, kind: StepKind) -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        group.max([0])
-        start = time.perf_counter()
-        _ = runner.join(kind) if batch is None else runner.run(batch)
-        if cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
-
-    per_seq = context // 128 + 1
-    for _ in range(2):  # recorded, if steps could be, then eager
-        times = report["decode_ms"].setdefault(runner.path, {})
-        for total, count in mine.items():
-            slices = [
-                SequenceSlice([7 + i], context - 2, context, list(range(1 + i * per_seq, 1 + (i + 1) * per_seq)), 1 + i, (5, 5, 5))
-                for i in range(count)
-            ]
-            batch = Batch(StepKind.DECODE, slices) if slices else None
-            times[total] = statistics.median([timed(batch, StepKind.DECODE) for _ in range(STEPS)][2:])
-        runner.drop_recordings()
-    ids = [5 + i % 400 for i in range(prompt)]
-    piece = SequenceSlice(ids, 0, prompt, list(range(1, prompt // 128 + 2)), 1, logit_rows=LogitRows.LAST)
-    long = Batch(StepKind.PREFILL, [piece]) if rank == 0 else None
-    report["prefill_ms"] = min(timed(long, StepKind.PREFILL) for _ in range(3))
-    if cuda:
-        report["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    (options.out / f"rank-{rank}.json").write_text(json.dumps(report))
-    group.close()
+    session = make_session(rank, options)
+    say(session, "ready")
+    for part in options.parts.split(","):
+        began = time.monotonic()
+        try:
+            getattr(whole_engine if part in ("drafts", "ttft") else whole_parts, part)(session)
+        except Exception:  # the parts behind it may still show something; the tables print this
+            session.report.setdefault("errors", {})[part] = traceback.format_exc()
+            if session.runner._exchange is not None:
+                session.runner._exchange.pass_over()
+        session.report.setdefault("seconds", {})[part] = time.monotonic() - began
+        session.save()
+        say(session, part)
     sys.stdout.flush()
     os._exit(0)  # NCCL's own threads may wait for the peers'
+
+
+def say(session: Any, what: str) -> None:
+    if session.rank == 0:
+        print(f"{time.monotonic() - session.options.began:6.1f} s  {what}", flush=True)
 
 
 def small(data: dict[str, Any]) -> dict[str, Any]:
@@ -117,42 +63,54 @@ def small(data: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 64, "qk_rope_head_dim": 16, "q_lora_rank": 64,
         "o_groups": 2, "o_lora_rank": 32, "moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 2, "index_n_heads": 4,
         "index_head_dim": 32, "index_topk": 32, "candidate_topk_blocks": 8, "engram_compressed_vocab_size": 512,
-        "dspark_noise_token_id": 501,
+        "dspark_noise_token_id": 501, "dspark_n_routed_experts": 8, "dspark_num_experts_per_tok": 2, "dspark_markov_rank": 16,
     }  # fmt: skip
     return data
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = rank_options(argparse.ArgumentParser())
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", default="", help="released layer numbers, all 40 when empty")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--drafts", type=int, default=5, help="tokens drafted per step; 0 leaves the draft stages out")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no new figure is begun")
+    parser.add_argument("--began", type=float, default=time.monotonic())
     options = parser.parse_args()
+    if wrong := set(options.parts.split(",")) - set(PARTS):
+        parser.error(f"no parts {', '.join(sorted(wrong))}; there are {', '.join(PARTS)}")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
     if options.rank >= 0:
         return run_rank(options.rank, options)
     options.out.mkdir(parents=True, exist_ok=True)
+    for old in options.out.glob("rank-*.json"):
+        old.unlink()
     layers = [int(n) for n in options.layers.split(",")] if options.layers else list(range(40))
-    data = excerpt(layers, stages=0, engram_rows=997 if options.device == "cpu" else 1_000_000)
+    data = excerpt(layers, stages=3 if options.drafts else 0, engram_rows=997 if options.device == "cpu" else 1_000_000)
     data = small(data) if options.device == "cpu" else data
     model, meeting = write_excerpt(options.out / "model", data), options.out / f"meeting-{os.getpid()}"
-    shape = ["--ranks", str(options.ranks)]
-    commands = [[*rank_command("tests.gpu.whole_model", options, rank, model, meeting), *shape] for rank in range(options.ranks)]
-    codes = run_together(commands)
+    more = [f"--{name}={getattr(options, name)}" for name in ("ranks", "parts", "drafts", "budget", "began")]
+    commands = [[*rank_command("tests.gpu.whole_model", options, rank, model, meeting), *more] for rank in range(options.ranks)]
+    codes: list[int] = []
+    try:
+        codes = run_together(commands, until=options.began + options.budget + GRACE_S)
+    finally:
+        show(options, data)
     if any(codes):
         sys.exit(f"ranks ended with {codes}")
-    show(options, parse_config(data), len(layers))
 
 
-def show(options: argparse.Namespace, config: ModelConfig, num_layers: int) -> None:
-    reports = [json.loads((options.out / f"rank-{rank}.json").read_text()) for rank in range(options.ranks)]
-    loaded = f"loaded in {max(r['load_s'] for r in reports):.0f} s"
-    print(f"{num_layers} layers, {options.ranks} ranks", loaded, *reports[0]["recordings"], sep="; ")
-    print("steps   batch  step ms  floor ms  over floor  predicted ms  tok/s a user")
-    for path in reports[0]["decode_ms"]:
-        for batch in BATCHES:
-            took = max(r["decode_ms"][path][str(batch)] for r in reports)
-            floor, guess = floor_ms(config, batch, options.ranks), predicted_ms(config, batch, options.ranks, path == "eager")
-            print(f"{path:7s} {batch:5d} {took:8.2f} {floor:9.3f} {took / floor:11.1f} {guess:13.2f} {1e3 / took:13.1f}")
-    print(f"prefill of one prompt: {max(r['prefill_ms'] for r in reports):.0f} ms; peak {reports[0].get('peak_gib', 0):.1f} GiB a rank")
+def show(options: argparse.Namespace, data: dict[str, Any]) -> None:
+    from tests.gpu.whole_session import SIZES
+    from tests.gpu.whole_table import tables
+
+    lines = list(tables(options.out, parse_config(data), SIZES[options.device], options.ranks, options.drafts))
+    (options.out / "tables.txt").write_text("\n".join(lines) + "\n")
+    print(*lines, f"{time.monotonic() - options.began:.0f} s", sep="\n", flush=True)
 
 
 if __name__ == "__main__":
