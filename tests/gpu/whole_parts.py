@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,12 +103,9 @@ def prefill(session: Session) -> None:
                 if not session.goes_on():
                     return
                 owner = not together or session.rank == 0
-                session.timed(lambda chunk=chunk, owner=owner: session.prefill(chunk, chunk, owner))
+                session.timed(partial(session.prefill, chunk, chunk, owner))
                 rounds = 2 if length == min(session.sizes.prompts) else 1
-                times = [
-                    session.timed(lambda length=length, chunk=chunk, owner=owner: session.prefill(length, chunk, owner))
-                    for _ in range(rounds)
-                ]
+                times = [session.timed(partial(session.prefill, length, chunk, owner)) for _ in range(rounds)]
                 found[f"{length} {'together' if together else 'own'}"] = min(times)
 
 

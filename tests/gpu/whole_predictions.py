@@ -59,9 +59,8 @@ def prefill_flops(config: ModelConfig, tokens: int, keep: int) -> float:
     """Useful operations of a prompt: encoder layers see all tokens, on average at half the context, decoder layers the last `keep`."""
     text = config.text
     encoder = sum(layer_floor(config, layer, tokens // 2).flops(tokens) for layer in range(text.boundary))
-    return encoder + sum(
-        layer_floor(config, layer, tokens).flops(min(keep, tokens)) for layer in range(text.boundary, text.num_hidden_layers)
-    )
+    decoder = range(text.boundary, text.num_hidden_layers)
+    return encoder + sum(layer_floor(config, layer, tokens).flops(min(keep, tokens)) for layer in decoder)
 
 
 def prefill_ms(config: ModelConfig, tokens: int, keep: int, ranks: int, together: bool) -> float:

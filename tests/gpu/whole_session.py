@@ -105,13 +105,12 @@ class Session:
         """Of this rank's sequences, `rows` rows at the end of each context."""
         per_seq, context = (self.sizes.context + self.sizes.room) // 128, self.sizes.context
         history = (5,) * self.runner.limits.ngram_history
-        return [
-            SequenceSlice(
-                [7 + i + j for j in range(rows)], context - rows, context, list(range(1 + i * per_seq, 1 + (i + 1) * per_seq)), 1 + i, history,
-                logit_rows=LogitRows.ALL,
-            )
-            for i in range(self.mine(total))
-        ]  # fmt: skip
+        slices = []
+        for i in range(self.mine(total)):
+            table = list(range(1 + i * per_seq, 1 + (i + 1) * per_seq))
+            ids = [7 + i + j for j in range(rows)]
+            slices.append(SequenceSlice(ids, context - rows, context, table, 1 + i, history, logit_rows=LogitRows.ALL))
+        return slices
 
     def step(self, total: int, rows: int = 1) -> Callable[[], Any]:
         """A decode step of `total` sequences, or a verify step of `rows` rows each. A rank without any takes part."""

@@ -88,7 +88,7 @@ def _shares(report: Report) -> Iterator[str]:
     found = report.get("shares", {})
     if found:
         names = list(next(iter(found.values()))["parts"])
-        yield "\nkernels of rank 0 in a decode step, ms; shared experts run beside the exchange, so that parts may sum to more than the whole"
+        yield "\nkernels of rank 0 in a decode step, ms; shared experts run beside the exchange, so parts may overlap"
         yield "batch    whole     idle  " + "  ".join(f"{name:>11s}" for name in names)
     for key, step in found.items():
         yield f"{key:>5s} {step['whole']:8.2f} {step['idle']:8.2f}  " + "  ".join(f"{ms:11.3f}" for ms in step["parts"].values())
@@ -100,7 +100,7 @@ def _prefill(reports: list[Report], config: ModelConfig, sizes: Sizes, ranks: in
     keys = list(reports[0].get("prefill", {}))
     if keys:
         ceiling = max(report["bf16_tflops"] for report in reports)
-        yield f"\nprefill; own: a prompt of every rank, all at once; together: one prompt, all ranks; bf16 {ceiling:.0f} TFLOP/s measured here"
+        yield f"\nprefill; own: a prompt of every rank, all at once; together: one of all ranks; bf16 {ceiling:.0f} TFLOP/s here"
         yield " tokens  how             s  predicted  tok/s a GPU  of bf16"
     for key in keys:
         length, how = key.split()
@@ -125,6 +125,5 @@ def _ttft(reports: list[Report], config: ModelConfig, sizes: Sizes, ranks: int) 
         cached = found[key].get("cached", 0)
         guesses = [predict.prefill_ms(config, length, keep, count, False) for count in (1, ranks)]
         guess = predict.hit_ms(config, length, length + sizes.new_tokens - cached, ranks)
-        yield (
-            f"{length:7d} {cached:7d} {cold:5.0f} {guesses[0]:10.0f} {cold_all:12.0f} {guesses[1]:10.0f} {hit:7.1f} {hit_all:11.1f} {guess:10.1f}"
-        )
+        line = f"{length:7d} {cached:7d} {cold:5.0f} {guesses[0]:10.0f} {cold_all:12.0f} {guesses[1]:10.0f}"
+        yield f"{line} {hit:7.1f} {hit_all:11.1f} {guess:10.1f}"
