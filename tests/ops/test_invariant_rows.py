@@ -20,6 +20,7 @@ from engine.ops.index_search import IndexQuery, PagedIndexKeys
 from engine.ops.packed_experts import PackedExperts
 from engine.ops.packed_linear import order_weights
 from engine.ops.packed_weights import PackedWeights, pack_fp8, unpack
+from engine.ops.peer_rows import SEND_ROWS, PeerLayout, PeerMemory
 from engine.ops.rope import rotation
 from engine.ops.row_attention import PackedKeys
 from engine.ops.sample_rows import Draws
@@ -178,6 +179,26 @@ def attention_inputs(dtype: torch.dtype) -> Case:
 
 
 BF16, F32 = torch.bfloat16, torch.float32
+
+
+def trip(home: bool) -> Case:
+    """Of a rank that is its own peer; ranks without kernels have their memory on the host."""
+    with torch.device("cpu"):
+        x, (ids, weights), shared = randn(POOL, 24).bfloat16(), choices(5, 3), randn(POOL, 24).bfloat16()
+        maps = torch.randperm(5)[:, None], torch.ones(5).long()
+
+    def case(run: Callable[..., Any], rows: Rows) -> list[torch.Tensor]:
+        with torch.device("cpu"):
+            layout = PeerLayout.of(1, POOL, 24, 2, 3, False)
+            own = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            memory = PeerMemory(0, (own.data_ptr(),), own, layout, 1.0)
+            given = x[rows], ids[rows], weights[rows], *maps, None, len(rows), 5, memory
+            sent = (SEND_ROWS.reference if home else run)(*given)
+            return [run(sent.rows, sent, shared[rows], memory)] if home else [sent.rows, sent.slots, sent.weights, sent.wanted]
+
+    return case
+
+
 CASES: dict[str, Callable[[], list[Case]]] = {
     "attention_inputs": lambda: [attention_inputs(dtype) for dtype in (BF16, F32)],
     "block_linear": lambda: [per_row(randn(POOL, 96).to(dtype), more=(randn(3, 20, 32).to(dtype),)) for dtype in (BF16, F32)],
@@ -232,6 +253,8 @@ CASES: dict[str, Callable[[], list[Case]]] = {
     "q4_index": lambda: [per_row(randn(POOL, 64))],
     "q4_kv": lambda: [per_row(randn(POOL, 64))],
     "q8": lambda: [per_row(randn(POOL, 64).to(dtype)) for dtype in (BF16, F32)],
+    "send_rows": lambda: [trip(False)],
+    "bring_home": lambda: [trip(True)],
     "rms_norm": lambda: [
         per_row(randn(POOL, width).to(dtype), more=(torch.ones(width, dtype=dtype), 1e-6)) for dtype in (BF16, F32) for width in (40, 1280)
     ],
