@@ -45,15 +45,22 @@ def load_model(
 
 def _token_map(path: Path, model: ModelConfig, dummy: bool) -> list[int]:
     text = model.text
+    if dummy:
+        _check_tokenizer(path, text.vocab_size)
+        # Random weights need no meaningful n-gram ids, only ids in range: any tokenizer serves them, and none.
+        return [i % text.engram_compressed_vocab_size for i in range(text.vocab_size)]
     if not text.engram_layer_ids:
         return list(range(text.vocab_size))
-    try:
-        return token_map(path, text.vocab_size, text.engram_compressed_vocab_size)
-    except CheckpointError:
-        # Random weights need no meaningful n-gram ids, only ids in range.
-        if dummy and tokenizer_size(path) is None:
-            return [i % text.engram_compressed_vocab_size for i in range(text.vocab_size)]
-        raise
+    return token_map(path, text.vocab_size, text.engram_compressed_vocab_size)
+
+
+def _check_tokenizer(path: Path, vocab_size: int) -> None:
+    """Raises CheckpointError for a tokenizer whose prompts would hold ids that the model lacks."""
+    size = tokenizer_size(path) or 0
+    if size > vocab_size:
+        raise CheckpointError(
+            f"{path / 'tokenizer.json'} has {size:,} ids, config key vocab_size is {vocab_size:,}", hint="take a smaller tokenizer"
+        )
 
 
 def rotary_frequencies(model: ModelConfig, device: str) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.models import tiny_encoding
 from engine.models.config import read_config_json
 from engine.tokenizer import Tokenizer
 from server.checkpoint_code import load_code
@@ -69,14 +70,23 @@ def load_encoder(model_dir: Path, trust: bool = False) -> Encoder:
     if not __debug__:
         raise ConfigError("python -O removes the encoder's input checks", hint="run without -O and with PYTHONOPTIMIZE unset")
     path = _find(Path(model_dir))
+    encoder = _open(path, trust)
+    cases = run_cases(encoder, path.parent / "tests")
+    log.info("encoder %s, SHA-256 %s, %d cases reproduced", path, encoder.sha256, cases)
+    return encoder
+
+
+def embedded_encoder() -> Encoder:
+    """The embedded model's own, which stands in where there are no weights either."""
+    return _open(Path(tiny_encoding.__file__), trust=False)
+
+
+def _open(path: Path, trust: bool) -> Encoder:
     module, digest = load_code(path, trust=trust)
     missing = [name for name in _INTERFACE if not callable(getattr(module, name, None))]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}", hint="this is not a DeepSeek-V4.1 encoder")
-    encoder = Encoder(module, _read_dialect(module, path), digest)
-    cases = run_cases(encoder, path.parent / "tests")
-    log.info("encoder %s, SHA-256 %s, %d cases reproduced", path, digest, cases)
-    return encoder
+    return Encoder(module, _read_dialect(module, path), digest)
 
 
 def _find(model_dir: Path) -> Path:

@@ -55,6 +55,51 @@ def _make_tiny(
     return ExitCode.OK
 
 
+def _shapes(
+    call: Invocation,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; what lies there stays.")],
+    layers: Annotated[
+        str, typer.Option("--layers", metavar="LIST", help="Released layers, such as 1,2,20,21.  [default: all 40]", show_default=False)
+    ] = "",
+    stages: Annotated[int, typer.Option("--stages", metavar="N", min=0, max=3, help="Draft stages.")] = 3,
+    engram_rows: Annotated[
+        int, typer.Option("--engram-rows", metavar="N", min=2, help="Rows of an n-gram column; 16 million in the release.")
+    ] = 1_000_000,
+) -> int:
+    """Make a directory that can be served without weights: configuration, tokenizer and chat format.
+
+      dix model shapes ./shapes                          the released configuration
+      dix model shapes ./shapes --layers 1,2,20,21       few of its layers, for one GPU
+      dix model shapes ./mine                            what lacks beside a config.json of yours
+
+    A tokenizer and a chat format that are missing are those of the embedded model.
+    Next: dix serve ./shapes --set engine.load_format=dummy
+    """
+    from engine.models.released import excerpt, write_excerpt
+    from engine.models.tiny import write_text_format
+
+    with named(directory):
+        has_config = (directory / "config.json").exists()
+        if has_config and layers:
+            raise ConfigError(f"{directory / 'config.json'} is there, and --layers would make another", hint="name a new directory")
+        if not has_config:
+            write_excerpt(directory, excerpt(_layer_numbers(layers), stages=stages, engram_rows=engram_rows))
+        written = [*([] if has_config else ["config.json"]), *write_text_format(directory)]
+    if call.json:
+        call.ui.document("dix.model/1", {"path": str(directory), "written": written})
+    else:
+        call.ui.print(f"{directory}: wrote {', '.join(written) or 'nothing, all is there'}")
+        call.ui.note(f"next: dix serve {directory} --set engine.load_format=dummy", "quiet")
+    return ExitCode.OK
+
+
+def _layer_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text else list(range(40))
+    except ValueError:
+        raise ConfigError(f"--layers is {text!r}", hint="numbers separated by commas, for example 1,2,20,21") from None
+
+
 def _info(
     call: Invocation, model: Annotated[str | None, typer.Argument(metavar="MODEL", help="tiny, a directory, or a hub id.")] = None
 ) -> int:
@@ -178,12 +223,14 @@ def _eval(
 
 
 make_tiny = command(_make_tiny)
+shapes = command(_shapes)
 info = command(_info)
 verify = command(_verify)
 evaluate = command(_eval, sections=("engine",), defaults=SERVER_DEFAULTS, leave_out=("engine.model", "engine.dp"))
 HERE = "deepinfer_cli.commands.model"
 TABLE = {
     "make-tiny": Lazy(f"{HERE}:make_tiny", "Write the embedded model as a checkpoint."),
+    "shapes": Lazy(f"{HERE}:shapes", "Make a directory that is served without weights."),
     "info": Lazy(f"{HERE}:info", "Show what a model directory holds."),
     "eval": Lazy(f"{HERE}:evaluate", "Score the embedded model on held-out prompts."),
     "verify": Lazy(f"{HERE}:verify", "Check the engine against reference logits."),

@@ -172,9 +172,7 @@ def make_tiny(out: Path, seed: int = 0, on_progress: Progress | None = None) -> 
     else:
         _write_random_weights(out, seed)
     report("weights", 1.0)
-    shutil.copyfile(TOKENIZER_FILE, out / "tokenizer.json")
-    _write_json(out / "tokenizer_config.json", tokenizer_config())
-    write_encoding(out / "encoding")
+    write_text_format(out)
 
 
 def _write_random_weights(out: Path, seed: int) -> None:
@@ -184,6 +182,22 @@ def _write_random_weights(out: Path, seed: int) -> None:
 
     config = tiny_config()
     write_checkpoint(out, config, random_tensors(parse_config(config), seed))
+
+
+def write_text_format(out: Path) -> list[str]:
+    """Write what turns text to token ids and back, less what is there: tokenizer and chat encoder. Returns the names of what was written.
+
+    Beside a configuration without weights they stand in for the real ones.
+    """
+    written = []
+    if not (out / "tokenizer.json").exists():
+        shutil.copyfile(TOKENIZER_FILE, out / "tokenizer.json")
+        _write_json(out / "tokenizer_config.json", tokenizer_config())
+        written += ["tokenizer.json", "tokenizer_config.json"]
+    if not (out / "encoding").exists():
+        write_encoding(out / "encoding")
+        written.append("encoding/")
+    return written
 
 
 def write_encoding(folder: Path) -> None:

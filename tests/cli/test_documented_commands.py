@@ -43,6 +43,7 @@ ELSEWHERE = {
     "dix doctor": "tests/cli/test_errors.py",
     "dix check-cache --programme": "tests/cli/test_cache_programme.py",
     "dix cache explain": "tests/cli/test_cache.py",
+    "dix model shapes": "tests/e2e/test_random_weights.py",
     "dix model info DIR": "tests/e2e/test_checkpoints.py",
     "dix model verify DIR": "tests/cli/test_documented_commands.py",
     "dix model eval": "tests/cli/test_scoring.py",

@@ -295,6 +295,21 @@ def test_dummy_weights_need_only_a_config(tmp_path):
         ModelRunner(EngineConfig(model=str(tmp_path)))
 
 
+def test_dummy_weights_take_any_tokenizer_whose_ids_they_have(tmp_path):
+    data = small_config()
+    vocab = data["text_config"]["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", block_size=16, num_blocks=40, max_num_seqs=2)
+    for size, fits in ((vocab - 3, True), (vocab + 1, False)):
+        tokenizer = {"model": {"vocab": {str(i): i for i in range(size)}}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        if fits:
+            assert ModelRunner(config).limits.tokenizer_size == size
+        else:
+            with pytest.raises(CheckpointError, match=f"has {size} ids, config key vocab_size is {vocab}"):
+                ModelRunner(config)
+
+
 @pytest.mark.parametrize("precision", ["Fq", "B", "R"])
 def test_packed_cache_rows_change_no_bit(precision):
     """Chunks, decode steps and drafts over the released row formats, against rows of elements."""
