@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from engine.prefix_cache import PrefixCache
+from hicache.build_directory import build_directory
 from hicache.config import HiCacheConfig
-from hicache.native import build_directory
 from hicache.segment import CacheHome
 from hicache.sizing import arena_bytes, available_host_bytes, check_size
 

@@ -8,13 +8,7 @@ from pathlib import Path
 import torch
 
 from csrc.loader import Library, Progress, bind, load
-from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
-
-
-def build_directory(config: HiCacheConfig) -> Path:
-    """Where native code is built and kept."""
-    return Path(config.build_dir) if config.build_dir else Path.home() / ".cache" / "dix" / "native"
 
 
 def build_library(cache_dir: Path, on_progress: Progress | None = None) -> ctypes.CDLL:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from csrc.loader import BuildError
+from hicache.build_directory import build_directory
 from hicache.config import HiCacheConfig
 from hicache.errors import MachineError
 from hicache.gpu_transfer import PROBE_PAGES, BatchTransfer, BounceTransfer, KernelTransfer, ProbedTransfer, ProbeRow, probe
 from hicache.host_pool import HostArena
 from hicache.memory_node import ask_for_huge_pages, bind_to_node, huge_share, node_cpus, require_huge_pages, wanted_node
-from hicache.native import build_directory, build_library
+from hicache.native import build_library
 from hicache.pinning import PinnedArena, pin
 from hicache.transfer import CpuTransfer, Transfer
 

@@ -15,8 +15,10 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from hicache.build_directory import build_directory
 from hicache.config import HiCacheConfig
 from hicache.keys import KeySpace
+from hicache.native_keys import open_chain
 from server import child
 from server.app import create_app
 from server.channel import send_line
@@ -174,6 +176,8 @@ class Control:
             pool.ask_caches(indexes, incarnation)
 
         self.front.workers.then(partial(RankIndexes.open, shared=shared), space, paths, callback=attach)
+        if launch.hicache.native_keys:
+            self.front.workers.then(open_chain, build_directory(launch.hicache), callback=partial(setattr, space, "chain"))
 
     async def _finish(self) -> None:
         self.front.pool.draining = True

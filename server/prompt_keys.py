@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from hicache.keys import KeySpace
+from hicache.keys import KeySpace, pack_tokens
 
 BLOCK = 128
 
@@ -30,13 +30,14 @@ def prompt_keys(token_ids: Sequence[int], salt: str = "", space: KeySpace | None
 
     space: the ranks' key space, so that their caches can be asked; pages must be blocks of the same size.
     """
-    chain = [salt.encode()]
+    packed, chain = pack_tokens(token_ids), [salt.encode()]
     if space is not None:
-        chain += space.page_keys(token_ids, salt)
+        chain += space.page_keys(packed, salt)
     else:
-        for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-            chain.append(digest(chain[-1], token_ids[start : start + BLOCK]))
-    return PromptKeys(token_ids, chain, digest(b"whole" + chain[0], token_ids), space is not None)
+        for start in range(0, len(packed) - BLOCK + 1, BLOCK):
+            chain.append(digest(chain[-1], packed[start : start + BLOCK]))
+    rest = packed[len(packed) // BLOCK * BLOCK :]
+    return PromptKeys(token_ids, chain, digest(b"whole" + chain[-1], rest), space is not None)
 
 
 def digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
