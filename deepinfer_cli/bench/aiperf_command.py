@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,7 +164,8 @@ def special_environment(environ: Mapping[str, str], run_dir: Path, traces: Trace
 def launch_line(program: Path, rows: list[list[str]], key: str) -> list[str]:
     """The child's whole argument vector. With a key, a line of Python adds it inside the process."""
     flat = [str(program), *(word for row in rows for word in row)]
-    return [str(program.with_name("python")), "-c", _WITH_KEY, *flat] if key else flat
+    beside = program.with_name("python")
+    return [str(beside if beside.exists() else sys.executable), "-c", _WITH_KEY, *flat] if key else flat
 
 
 def scratch_dir(run_dir: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,19 +30,26 @@ def find_harness(name: str, cache: Path) -> Harness:
 
 
 def _find_aiperf() -> Harness:
-    program = Path(sys.executable).with_name("aiperf")
+    program = _program()
     try:
         # The package's metadata: the fork's program prints the same name.
         version = metadata.version("aiperf")
     except metadata.PackageNotFoundError:
         version = ""
-    if not version or not program.exists():
+    if not version or program is None:
         raise MachineError("the load harness aiperf is not installed", hint=f"pip install aiperf=={PINNED}, or pip install 'dix[bench]'")
     if version != PINNED:
         raise MachineError(
             f"aiperf {version} is installed, its flags and files are known for {PINNED}", hint=f"pip install aiperf=={PINNED}"
         )
     return Harness("aiperf", version, program)
+
+
+def _program() -> Path | None:
+    """Beside our interpreter, else on the path: packages installed with `--target` keep their programs elsewhere."""
+    beside = Path(sys.executable).with_name("aiperf")
+    found = str(beside) if beside.exists() else shutil.which("aiperf")
+    return Path(found) if found else None
 
 
 def fork_environment(cache: Path) -> Path:

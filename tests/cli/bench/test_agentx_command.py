@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from deepinfer_cli.bench.agentx_traces import TraceSet
-from deepinfer_cli.bench.aiperf_command import OFFLINE_TRAPS, arguments, child_environment, command_text, overrides, special_environment
+from deepinfer_cli.bench.aiperf_command import (
+    OFFLINE_TRAPS,
+    arguments,
+    child_environment,
+    command_text,
+    launch_line,
+    overrides,
+    special_environment,
+)
 from deepinfer_cli.bench.aiperf_harness import PINNED, find_harness
 from hicache.errors import MachineError
 from tests.cli.bench.agentx_samples import golden_traces, plan
@@ -144,6 +152,20 @@ def test_every_flag_is_one_that_the_installed_harness_knows() -> None:
 
 def test_installed_harness_is_the_pinned_one() -> None:
     assert find_harness("aiperf", Path("none")).version == PINNED
+
+
+def test_harness_beside_no_interpreter_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "site" / "bin" / "aiperf"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert find_harness("aiperf", Path("none")).program == program
+    assert launch_line(program, [["profile"]], "key")[0] == str(tmp_path / "python")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MachineError, match="not installed"):
+        find_harness("aiperf", Path("none"))
 
 
 def test_missing_fork_names_the_line_that_installs_it(tmp_path: Path) -> None:
