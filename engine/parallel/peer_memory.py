@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.distributed import GroupError
 from engine.errors import ConfigError
-from engine.ops.cuda.library import peer_calls
+from engine.ops.cuda.library import PeerCalls, peer_calls
 from engine.ops.peer_rows import BRING_HOME, MOST_CHOICES, MOST_RANKS, SEND_ROWS, PeerLayout, PeerMemory
 from engine.parallel.tensor_group import TensorGroup
 
@@ -60,10 +60,10 @@ class OpenPeers:
         GroupError: a peer is gone.
     """
 
-    def __init__(self, group: TensorGroup, layout: PeerLayout, limit_s: float) -> None:
-        """limit_s: longest wait for a peer, on the device."""
+    def __init__(self, group: TensorGroup, layout: PeerLayout, limit_s: float, calls: PeerCalls | None = None) -> None:
+        """limit_s: longest wait for a peer, on the device. calls: the CUDA runtime's, of the current device where none are given."""
         self._group, self._device = group, torch.cuda.current_device()
-        self._calls = peer_calls(self._device)
+        self._calls = peer_calls(self._device) if calls is None else calls
         self._opened: list[int] = []
         self._own = ctypes.c_void_p()
         addresses = self._open(layout.num_bytes)
@@ -81,7 +81,7 @@ class OpenPeers:
         handle = ctypes.create_string_buffer(_HANDLE_BYTES)
         status = self._calls.allocate(num_bytes, ctypes.byref(self._own), handle)
         failure = f"{num_bytes / 2**20:.0f} MiB cannot be shared: {self._text(status)}" if status else ""
-        told = self._group.gather_ints([*_host(), *handle.raw])
+        told = self._group.gather_ints([*self._host(), *handle.raw])
         hosts = [ints[:-_HANDLE_BYTES] for ints in told]
         others = [rank for rank, host in enumerate(hosts) if host != hosts[self._group.rank]]
         if others and not failure:
@@ -99,6 +99,11 @@ class OpenPeers:
             addresses.append(place.value or 0)
         self._agree(failure)
         return tuple(addresses)
+
+    @staticmethod
+    def _host() -> list[int]:
+        """The same numbers for all processes of a host, other ones elsewhere."""
+        return list(_HOST.read_bytes().strip())
 
     def _agree(self, failure: str) -> None:
         """Raises ConfigError on all ranks when one cannot take part. Nothing has been written to anybody's memory yet."""
@@ -158,8 +163,3 @@ class _Array:
 def _tensor_at(address: int, num_bytes: int) -> Tensor:
     """[num_bytes] uint8 on the current device, owned by somebody else."""
     return torch.as_tensor(_Array(address, num_bytes), device="cuda")
-
-
-def _host() -> list[int]:
-    """The same numbers for all processes of a host, other ones elsewhere."""
-    return list(_HOST.read_bytes().strip())
