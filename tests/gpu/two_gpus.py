@@ -27,16 +27,19 @@ from torch import Tensor
 
 from engine.cuda_graph import NullRecorder
 from engine.distributed import GlooGroup
+from engine.errors import ConfigError
 from engine.models.numerics import WideLinear
 from engine.models.packed_layers import PackedMoE
 from engine.ops.exchange_rows import ADD_RANK_SUMS, LOCAL_CHOICES, PACK_ROWS
 from engine.ops.packed_experts import PackedExperts
 from engine.ops.packed_weights import Format, PackedWeights
+from engine.ops.peer_rows import PeerLayout
 from engine.ops.registry import select
 from engine.ops.route_experts import route_experts
 from engine.parallel.balancer import Balancer, BalanceSettings
 from engine.parallel.expert_exchange import ExpertExchange, Route
 from engine.parallel.forced_routing import ForcedRouting
+from engine.parallel.peer_memory import MOST_ROWS, OpenPeers, check_peers
 from engine.parallel.placement import Placement
 from tests.gpu.ranks import run_together
 
@@ -103,11 +106,20 @@ class Bench:
         self.block = Block()
         self.alone = self.block.alone()
         self.shares: dict[tuple[int, ...], PackedExperts] = {}
+        self.peers: dict[bool, OpenPeers] = {}  # by whether every term comes home
+        self.routes = list(Route)
         self.results: dict[str, Any] = {
             "rank": rank,
             "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
             "torch": torch.__version__,
         }
+        try:
+            check_peers(2, HIDDEN, 2, CHOSEN, DEVICE)
+            for exact in (False, True):
+                self.peers[exact] = OpenPeers(self.tensors, PeerLayout.of(2, MOST_ROWS, HIDDEN, 2, CHOSEN, exact), 120.0)
+        except ConfigError as error:  # on both ranks
+            self.routes.remove(Route.PEERS)
+            self.results["peers"] = str(error)
 
     def barrier(self) -> None:
         if DEVICE == "cuda":
@@ -129,6 +141,7 @@ class Bench:
             hidden=HIDDEN,
             dtype=torch.bfloat16,
             num_chosen=CHOSEN,
+            peers=self.peers[exact] if route is Route.PEERS else None,
             **changes,
         )
         if attach:
@@ -162,7 +175,7 @@ class Bench:
     def equality(self) -> dict[str, float]:
         """Largest relative error of the shared block against the whole one, by route, sum and rows of the two ranks."""
         errors = {}
-        for route in Route:
+        for route in self.routes:
             for exact in (False, True):
                 exchange = self.exchange(exact=exact, route=route)
                 moe = block_of(exchange, 0)
@@ -307,12 +320,16 @@ class Bench:
                     row["alone_us"] = self.microseconds(alone, together=False)
                 self.barrier()
             row["both_alone_us"] = self.microseconds(alone)
-            for route in Route:
-                row[f"{route}_us"] = self.microseconds(self.shared_calls(self.exchange(route=route), inputs))
+            made: dict[Route, list[Tensor]] = {route: [] for route in self.routes}
+            for route in self.routes:
+                row[f"{route}_us"] = self.microseconds(self.shared_calls(self.exchange(route=route), inputs, made[route]))
                 router_us = row.setdefault("router_us", self.router(inputs))
                 row[f"{route}_comm_us"] = self.microseconds(self.shared_calls(self.travelling(route=route), inputs)) - router_us
             row["forms"] = self.forms(inputs)
-            row["speedup"] = 2 * row["alone_us"] / min(row["gather_us"], row["all_to_all_us"])
+            row["speedup"] = 2 * row["alone_us"] / min(row[f"{route}_us"] for route in self.routes)
+            row["same_bits"] = all(
+                torch.equal(one, two) for other in made.values() for one, two in zip(made[Route.GATHER], other, strict=True)
+            )
             row["independent"] = 2 * row["alone_us"] / row["both_alone_us"]
             row["comm_share"] = row["gather_comm_us"] / row["gather_us"]
             self.results.setdefault("decode", []).append(row)
@@ -497,18 +514,20 @@ def report(out: Path) -> None:
         return
     results = json.loads(path.read_text())
     errors = results.get("equality", {})
+    print("peers:", results.get("peers", "open"))
     print(f"largest relative error of {len(errors)} comparisons: {max(errors.values(), default=float('nan')):.2e}")
     steps = results.get("engine", {})
     print(f"largest relative error of {len(steps)} steps of a small model: {max(steps.values(), default=float('nan')):.2e}")
     print("recorded against eager steps:", results.get("recorded_against_eager", "steps were not recorded"))
     for row in results.get("step_times", []):
         print(f"{row['path']:>7} {row['rows']} rows per rank{', one rank idle' if row['one_idle'] else ''}: {row['step_ms']:.3f} ms a step")
-    print(f"{'rows':>5} {'alone':>8} {'both':>8} {'gather':>8} {'a2a':>8} {'speedup':>8} {'indep.':>7} {'comm':>6} {'share':>6}")
+    names = ("alone", "both", "gather", "a2a", "peers", "speedup", "indep.", "comm", "peers'", "share", "bits")
+    print(f"{'rows':>5} " + " ".join(f"{name:>8}" for name in names))
     for row in results.get("decode", []):
+        times = [row["alone_us"], row["both_alone_us"], row["gather_us"], row["all_to_all_us"], row.get("peers_us", 0.0)]
+        times += [row["speedup"], row["independent"], row["gather_comm_us"], row.get("peers_comm_us", 0.0), row["comm_share"]]
         print(
-            f"{row['rows_per_rank']:>5} {row['alone_us']:>8.1f} {row['both_alone_us']:>8.1f} {row['gather_us']:>8.1f} "
-            f"{row['all_to_all_us']:>8.1f} {row['speedup']:>8.2f} {row['independent']:>7.2f} {row['gather_comm_us']:>6.1f} "
-            f"{row['comm_share']:>6.2f}"
+            f"{row['rows_per_rank']:>5} " + " ".join(f"{time:>8.2f}" for time in times) + ("     same" if row["same_bits"] else "    OTHER")
         )
     for row in results.get("decode", []):
         for name, form in row["forms"].items():

@@ -7,6 +7,7 @@ Weights are drawn on the GPUs, never read, once for all parts (`--parts`, in the
     shares   what kernels take of a step: experts, attention, exchange, and what is left
     prefill  prompts of 32,768 and 131,072 tokens, of every rank at once and of all ranks together
     ttft     first tokens of cold prompts and of hits in the host cache, on all ranks at once
+    routes   decode steps recorded again, rows through the memory of peers instead of collectives
     eager    decode steps without recordings
 
 Every figure has its prediction beside it (`whole_predictions.py`) and is written as soon as it is found: the tables at the end show all
@@ -27,7 +28,7 @@ from engine.models.config import parse_config
 from engine.models.released import excerpt, write_excerpt
 from tests.gpu.ranks import rank_command, rank_options, run_together
 
-PARTS = ("decode", "drafts", "shares", "prefill", "ttft", "eager")
+PARTS = ("decode", "drafts", "shares", "prefill", "ttft", "routes", "eager")
 GRACE_S = 20.0  # what a figure that has been begun may take beyond the budget
 
 
@@ -75,6 +76,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--drafts", type=int, default=5, help="tokens drafted per step; 0 leaves the draft stages out")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no new figure is begun")
+    parser.add_argument("--exchange", default="auto", help="engine.expert_exchange of all parts but `routes`")
     parser.add_argument("--began", type=float, default=time.monotonic())
     options = parser.parse_args()
     if wrong := set(options.parts.split(",")) - set(PARTS):
@@ -93,7 +95,7 @@ def main() -> None:
     data = excerpt(layers, stages=3 if options.drafts else 0, engram_rows=997 if options.device == "cpu" else 1_000_000)
     data = small(data) if options.device == "cpu" else data
     model, meeting = write_excerpt(options.out / "model", data), options.out / f"meeting-{os.getpid()}"
-    more = [f"--{name}={getattr(options, name)}" for name in ("ranks", "parts", "drafts", "budget", "began")]
+    more = [f"--{name}={getattr(options, name)}" for name in ("ranks", "parts", "drafts", "budget", "began", "exchange")]
     commands = [[*rank_command("tests.gpu.whole_model", options, rank, model, meeting), *more] for rank in range(options.ranks)]
     codes: list[int] = []
     try:

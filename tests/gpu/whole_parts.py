@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from engine.cuda_graph import CudaRecorder, NullRecorder
+from engine.parallel.expert_exchange import Route
+from engine.parallel.expert_setup import make_peers
 from tests.gpu.whole_session import Session
 
 # Part of a step -> parts of the names of its kernels; the first that fits.
 KERNELS = {
-    "exchange": ("nccl", "pack_words", "split_choices", "add_sums", "gather_rows"),
+    "exchange": ("nccl", "pack_words", "split_choices", "add_sums", "gather_rows", "send_rows", "bring_home"),
     "experts": ("Format)0", "expert_", "route"),
     "projections": ("Format)1", "gemm", "multiply", "add_slices", "cutlass", "nvjet"),
     "attention": ("_attend", "attend", "_combine", "score", "select_rows", "_entries", "_keys", "_queries", "_place", "_best_blocks"),
@@ -41,6 +44,26 @@ def eager(session: Session) -> None:
     """Decode steps without recordings, which are gone from then on."""
     found = session.report.setdefault("eager", {})
     session.runner.drop_recordings()
+    for total in session.sizes.batches:
+        if not session.goes_on():
+            return
+        found[total] = {"step": session.median(session.step(total))}
+
+
+def routes(session: Session) -> None:
+    """Recorded decode steps with rows on another route, which the parts behind this one keep. On CPUs one that they have."""
+    runner, cuda = session.runner, session.options.device == "cuda"
+    exchange = runner._exchange
+    assert exchange is not None
+    runner.drop_recordings()
+    exchange.close()
+    exchange.route = Route.PEERS if cuda else Route.ALL_TO_ALL
+    if cuda:
+        text, dtype = runner.model_config.text, exchange._nothing.dtype
+        exchange._peers = make_peers(runner.config, text, dtype, "cuda", exchange.group, exchange.exact)
+    runner._try_to_record(CudaRecorder() if cuda else NullRecorder())
+    session.report["route"] = f"{exchange.route}, {runner.path}"
+    found = session.report.setdefault("routes", {})
     for total in session.sizes.batches:
         if not session.goes_on():
             return

@@ -29,6 +29,7 @@ def tables(out: Path, config: ModelConfig, sizes: Sizes, ranks: int, drafts: int
     yield from _shares(reports[0])
     yield from _prefill(reports, config, sizes, ranks)
     yield from _ttft(reports, config, sizes, ranks)
+    yield from _steps(reports, "routes", f"recorded ({reports[0].get('route', '')})", config, sizes, ranks, drafts)
     yield from _steps(reports, "eager", "eager", config, sizes, ranks, drafts)
     for rank, report in enumerate(reports):
         yield from (f"rank {rank}, {part}: {error}" for part, error in report.get("errors", {}).items())
