@@ -145,6 +145,7 @@ class EngineConfig:
         ge=1,
         aliases=("DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL",),
     )
+    compiled_draws: bool = knob(True, "Draw tokens in the compiled step of a CPU; off: with torch, many times slower.")
     enforce_eager: bool = knob(False, "Never capture graphs or run compiled steps.", aliases=("DEEPINFER_ENFORCE_EAGER",))
 
     dp: int = knob(1, "Data-parallel ranks, one process each.", unit="ranks", ge=1, common=True)

@@ -11,6 +11,7 @@ from engine.readout import to_device
 from engine.request import SamplingParams
 
 NUM_CANDIDATES = 256  # ids that are sorted first when filtering; usual top-p and top-k keep far fewer
+_NO_TOP_K = 2**31 - 1
 
 
 def probabilities(logits: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -74,11 +75,17 @@ def _kept(ordered: Tensor, params: list[SamplingParams]) -> Tensor:
 
 def device_filters(params: list[SamplingParams], device: torch.device) -> Filters:
     """Every row's filters for `sample_rows`, see `_kept`."""
+    top_p, top_k, min_p = zip(*map(filter_numbers, params), strict=True)
     return Filters(
-        to_device([_fixed_top_p(p) for p in params], torch.int64, device),
-        to_device([p.top_k if p.top_k > 0 else 2**31 - 1 for p in params], torch.int32, device),
-        to_device([p.min_p for p in params], torch.float32, device),
+        to_device(list(top_p), torch.int64, device),
+        to_device(list(top_k), torch.int32, device),
+        to_device(list(min_p), torch.float32, device),
     )
+
+
+def filter_numbers(params: SamplingParams) -> tuple[int, int, float]:
+    """top_p in fixed point, top_k in 31 bits and min_p; where one is off, it is a number that leaves nothing out."""
+    return _fixed_top_p(params), min(params.top_k, _NO_TOP_K) if params.top_k > 0 else _NO_TOP_K, params.min_p
 
 
 def _fixed_top_p(params: SamplingParams) -> int:

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from engine.distribution import probabilities
-from engine.draws import fixed_point, inverse_cdf, race
+from engine.choices import drawing_of
+from engine.draft_sampling import DraftPoint, ProposalTable, TorchDraws, compiled_drafts
 from engine.models.draft import Choose, DraftSlice
-from engine.random_keys import MASK64, draws53, race_keys
 from engine.request import Sequence
 from engine.spec_decode import NO_PROPOSALS, Proposals
 from engine.spec_lengths import MIN_TEMPERATURE, FixedLength, LengthPolicy, survival_rates
-
-# Draws of drafts by rejection must be independent of all others, also of the last round's draw for the same position: the number of
-# drafts that are verified may depend on that one. So the seed moves with the place where the block starts.
-_SEED_STEP = 1_000_000_007
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPoint:
-    """Where drafts of a sequence begin: behind `token_id`, the last of its `length` tokens. The sequence itself may not know it yet."""
-
-    seq: Sequence
-    token_id: int
-    length: int
 
 
 class DrafterLike(Protocol):
@@ -82,6 +64,7 @@ class Drafter:
         self.proposals: Proposals = NO_PROPOSALS
         self.recorder: Recorder | None = None
         self._runner = runner
+        self._table = ProposalTable()
         self._end_token_ids = end_token_ids
         self._temperatures = [max(temperature, MIN_TEMPERATURE) for temperature in temperatures or [1.0] * max_drafts]
 
@@ -92,14 +75,7 @@ class Drafter:
         budget = self.policy.budget([seq.draft_rates for seq in seqs], rooms)
         if budget == 0:
             return [[] for _ in seqs]
-        sampling = _DraftSampling.of(points, self.max_drafts)
-        slices = [DraftSlice(point.token_id, point.length - 2, point.seq.state_slot) for point in points]
-        if sampling is None:
-            drafts, confidence = self._runner.draft_greedy(slices)
-        else:
-            output = self._runner.draft(slices, sampling.choose)
-            drafts, confidence = output.token_ids.tolist(), output.confidence.tolist()
-            self.proposals = sampling.proposals
+        drafts, confidence = self._draft(points)
         drafts, confidence = [row[: self.max_drafts] for row in drafts], [row[: self.max_drafts] for row in confidence]
         if self.recorder is not None:
             self.recorder.on_draft(seqs, confidence)
@@ -117,6 +93,20 @@ class Drafter:
         if self.recorder is not None:
             self.recorder.on_verified(seqs, verified, accepted)
 
+    def _draft(self, points: list[DraftPoint]) -> tuple[list[list[int]], list[list[float]]]:
+        """Ids and confidences of every block; `proposals` is what drawn ones come from."""
+        slices = [DraftSlice(point.token_id, point.length - 2, point.seq.state_slot) for point in points]
+        if not any(point.drawn for point in points):
+            return self._runner.draft_greedy(slices)
+        drawing = drawing_of(self._runner)
+        if drawing is not None:
+            drafts, confidence, self.proposals = compiled_drafts(drawing, points, slices, self.max_drafts, self._table)
+            return drafts, confidence
+        draws = TorchDraws(points, self.max_drafts)
+        output = self._runner.draft(slices, draws.choose)
+        self.proposals = draws.proposals
+        return output.token_ids.tolist(), output.confidence.tolist()
+
     def _useful(self, seq: Sequence, drafts: list[int]) -> int:
         """Drafts up to the first that would end the sequence: what follows it is never kept."""
         params = seq.request.params
@@ -124,61 +114,3 @@ class Drafter:
             if (token in self._end_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
                 return place + 1
         return len(drafts)
-
-
-class _DraftSampling:
-    """Draws the drafts of sampled sequences from the drafter's distribution after their own temperature and filters."""
-
-    def __init__(self, points: list[DraftPoint], max_drafts: int, sampled: list[int]) -> None:
-        self._max_drafts = max_drafts
-        self._sampled = sampled
-        self._everyone = len(sampled) == len(points)
-        chosen = [points[i] for i in sampled]
-        self._params = [point.seq.request.params for point in chosen]
-        self._coupled = [k for k, params in enumerate(self._params) if params.seed is not None]
-        self._free = [k for k, params in enumerate(self._params) if params.seed is None]
-        # Random numbers of all places at once, [N, rows]: a call costs as much as the numbers.
-        free, coupled = [chosen[k] for k in self._free], [chosen[k] for k in self._coupled]
-        keys = race_keys([point.seq.seed for point in coupled] * max_drafts, _positions(coupled, max_drafts))
-        seeds = [(point.seq.seed + _SEED_STEP * point.length) & MASK64 for point in free]
-        self._keys = keys.reshape(max_drafts, len(coupled))
-        self._numbers = draws53(seeds * max_drafts, _positions(free, max_drafts)).reshape(max_drafts, len(free))
-        self.proposals = Proposals({chosen[k].seq.seq_id: row for row, k in enumerate(self._free)}, [])
-
-    @staticmethod
-    def of(points: list[DraftPoint], max_drafts: int) -> _DraftSampling | None:
-        """None when all sequences are greedy."""
-        sampled = [i for i, point in enumerate(points) if point.seq.request.params.temperature > 0.0]
-        return _DraftSampling(points, max_drafts, sampled) if sampled else None
-
-    def choose(self, place: int, logits: Tensor) -> Tensor:
-        """logits: [B, V]. Sequences with a seed run the race that the target will run; the others draw numbers of their own."""
-        if place >= self._max_drafts:
-            return logits.argmax(dim=-1)
-        device = logits.device
-        index = None if self._everyone else torch.tensor(self._sampled, device=device)
-        probs = probabilities(logits if index is None else logits[index], self._params)
-        tokens = torch.empty(len(probs), dtype=torch.int64, device=device)
-        if self._coupled:
-            rows = _rows(self._coupled, probs)
-            tokens[rows] = race(probs[rows], torch.from_numpy(self._keys[place]).to(device))
-        if self._free:
-            rows = _rows(self._free, probs)
-            own = probs[rows]
-            tokens[rows] = inverse_cdf(fixed_point(own), torch.from_numpy(self._numbers[place]).to(device))
-            self.proposals.probs.append(own)
-        if index is None:
-            return tokens
-        chosen = logits.argmax(dim=-1)
-        chosen[index] = tokens
-        return chosen
-
-
-def _positions(points: list[DraftPoint], max_drafts: int) -> list[int]:
-    """Where the drafts of each place land, place after place."""
-    return [point.length + place for place in range(max_drafts) for point in points]
-
-
-def _rows(some: list[int], table: Tensor) -> Tensor | slice:
-    """Index of some rows of a table, which costs nothing when they are all of them."""
-    return slice(None) if len(some) == len(table) else torch.tensor(some, device=table.device)

@@ -7,11 +7,13 @@ import random
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from csrc.loader import waits_for_build
 from engine.assembly import build_cache, load_runner, make_drafter, overlaps_steps, path_of, scheduler_limits
 from engine.batch import StepKind
+from engine.choices import drawing_of
 from engine.config import EngineConfig
 from engine.distributed import Group, SoloGroup
 from engine.drafter import DrafterLike
@@ -74,7 +76,8 @@ class Engine:
         self._seeds = random.Random(f"{config.seed}/{self.group.rank}")
         drafter = make_drafter(config, self.runner)
         limits = scheduler_limits(config, self.limits, self.runner.kv.block_size, drafter)
-        sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids, make_forced_accept(config, limits.max_drafts))
+        forced = make_forced_accept(config, limits.max_drafts)
+        sampler = Sampler(self.limits.tokenizer_size, limits.eos_token_ids, forced, partial(drawing_of, self.runner))
         self.overlaps = overlaps_steps(config, self.limits.device, drafter)
         # Enqueueing for a GPU leaves the caller free. Drafts need the host between two steps, and a CPU computes in a thread.
         in_caller = not self.overlaps or (self.limits.device == "cuda" and drafter is None)

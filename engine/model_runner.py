@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, StepKind
+from engine.choices import Choices, Drawing
 from engine.config import EngineConfig, Precision, TruncationMode
 from engine.cuda_graph import CudaRecorder, GroupRecorder, Recorder, RecordingReport, bucket_sizes
 from engine.distributed import Group
@@ -197,6 +198,18 @@ class ModelRunner:
         if native is None or self._shared is not None or self._exchange is not None:
             return self.run(batch)
         return native.step_greedy(batch, self._truncation, self.limits.tokenizer_size)
+
+    def run_drawn(self, batch: Batch, choices: Choices) -> Tensor | Largest:
+        """As `run`, or the tokens that the rows choose and their largest logits where the compiled step computes all of it."""
+        native = self.native.model
+        if native is None or self._shared is not None or self._exchange is not None:
+            return self.run(batch)
+        return native.step_drawn(batch, self._truncation, self.limits.tokenizer_size, choices)
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """Who draws tokens in compiled code, if there is somebody and `engine.compiled_draws` wants it."""
+        return self.native.model if self.config.compiled_draws else None
 
     @torch.inference_mode()
     def join(self, kind: StepKind) -> None:

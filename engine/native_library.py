@@ -12,7 +12,21 @@ from engine.models import native_layout
 
 SOURCES = tuple(
     f"host/cpu_{part}.cpp"
-    for part in ("linear", "vectors", "streams", "attention", "experts", "engram", "rows", "team", "backbone", "select", "share", "draft")
+    for part in (
+        "linear",
+        "vectors",
+        "streams",
+        "attention",
+        "experts",
+        "engram",
+        "rows",
+        "team",
+        "backbone",
+        "select",
+        "share",
+        "draws",
+        "draft",
+    )
 )
 # Sums keep the order that the sources give them on every machine; only explicit fused operations are fused.
 _FLAGS = ("-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-Wno-maybe-uninitialized")

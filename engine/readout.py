@@ -36,7 +36,8 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The first of the largest logits of every row, ids without a token left out: its id and value, NaN where a row has one."""
+    """Every row's largest logit, ids without a token left out, NaN where a row has one; and the id that it stands at, the first of equals,
+    or in a step that draws the id that was drawn."""
 
     ids: list[int]
     values: list[float]

@@ -7,10 +7,13 @@ not depend on its batch. Requests with a seed draw by a race, which speculation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.choices import Drawing, row_choices, step_choices
 from engine.distribution import device_filters, probabilities
 from engine.draws import fixed_point, inverse_cdf, race
 from engine.forced_accept import ForcedAccept
@@ -20,7 +23,7 @@ from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.readout import Largest, Readout, row_errors, to_device
 from engine.request import SamplingTraits, Sequence
-from engine.spec_decode import DraftedRows, Proposals, accepted_prefix, reject
+from engine.spec_decode import NO_PROPOSALS, DraftedRows, Proposals, accepted_prefix, reject
 from engine.step import Sampled
 from engine.structured_output import RowMasks, apply_masks, draft_masks, row_masks
 
@@ -28,10 +31,19 @@ from engine.structured_output import RowMasks, apply_masks, draft_masks, row_mas
 class Sampler:
     """Chooses one token per row. Ids from `num_tokens` on have no token in the tokenizer and are never chosen."""
 
-    def __init__(self, num_tokens: int, eos_token_ids: frozenset[int], forced: ForcedAccept | None = None) -> None:
-        """forced: decides instead of the model how many drafts a verification keeps."""
+    def __init__(
+        self,
+        num_tokens: int,
+        eos_token_ids: frozenset[int],
+        forced: ForcedAccept | None = None,
+        drawing: Callable[[], Drawing | None] = lambda: None,
+    ) -> None:
+        """forced: decides instead of the model how many drafts a verification keeps. drawing: who draws in compiled code, None while torch
+        does; all rows of a batch draw in one place, so that none depends on the others.
+        """
         self.num_tokens = num_tokens
         self.forced = forced
+        self._drawing = drawing
         self._edits = LogitEdits(eos_token_ids)
         self.poison_next_row = False  # fault injection: the next step's first row becomes NaN
 
@@ -53,7 +65,7 @@ class Sampler:
         drawn = _drawn(traits, errors)
         if drawn:
             index = torch.tensor(drawn, device=logits.device)
-            chosen[index] = draw(work[index], [rows[i] for i in drawn])
+            chosen[index] = self._draw(work[index], [rows[i] for i in drawn])
         tokens = chosen.tolist()
         wanted = [i for i, t in enumerate(traits) if t.logprobs and i not in errors]
         logprobs = logprobs_of(logits, tokens, rows, wanted)
@@ -105,7 +117,8 @@ class Sampler:
         tokens = work.argmax(dim=-1).tolist()
         drawn = _drawn(traits, errors)
         if drawn:
-            for i, token in zip(drawn, _verified(work[torch.tensor(drawn, device=work.device)], rows, drawn, proposals), strict=True):
+            verified = _verified(work[torch.tensor(drawn, device=work.device)], rows, drawn, proposals, self._drawing())
+            for i, token in zip(drawn, verified, strict=True):
                 tokens[i] = token
         counts = None
         if self.forced is not None:
@@ -139,6 +152,19 @@ class Sampler:
     def wants_largest(self, seqs: list[Sequence]) -> bool:
         """Whether the largest logit of every row is all that anybody wants to know of a step: see `take_largest`."""
         return not self.poison_next_row and _all_plain(seqs)
+
+    def wants_tokens(self, seqs: list[Sequence]) -> bool:
+        """Whether compiled code can choose the tokens of a step, and nobody wants to know more."""
+        if self._drawing() is None or self.poison_next_row:
+            return False
+        return all((seq.traits.plain_greedy or seq.traits.plain_drawn) and seq.matcher is None for seq in seqs)
+
+    def _draw(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
+        """`draw`, in compiled code where there is some."""
+        drawing = self._drawing()
+        if drawing is None:
+            return draw(logits, rows)
+        return torch.tensor(drawing.choose(logits, step_choices(rows, [len(seq.token_ids) for seq in rows], [], NO_PROPOSALS)))
 
     def _constrain(
         self,
@@ -251,10 +277,13 @@ def _drawn(traits: list[SamplingTraits], errors: dict[int, str]) -> list[int]:
     return [i for i, t in enumerate(traits) if not t.greedy and i not in errors]
 
 
-def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Proposals) -> list[int]:
+def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Proposals, drawing: Drawing | None) -> list[int]:
     """Tokens of the rows `drawn`; logits: [len(drawn), V]. Seeded rows and rows without a draft draw, the others keep or refuse theirs."""
     seqs = [rows.seqs[i] for i in drawn]
     positions = [len(seq.token_ids) + len(rows.ahead[i]) for seq, i in zip(seqs, drawn, strict=True)]
+    if drawing is not None:
+        drafts, places = [rows.drafts[i] for i in drawn], [len(rows.ahead[i]) for i in drawn]
+        return drawing.choose(logits, row_choices(seqs, positions, drafts, places, proposals))
     probs = probabilities(logits, [seq.request.params for seq in seqs])
     judged: list[int] = []
     plain: list[int] = []

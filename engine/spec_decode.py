@@ -22,22 +22,30 @@ from engine.request import Sequence
 class Proposals:
     """The distributions that the sampled drafts of one step were drawn from.
 
-    index: sequence id -> its row. probs: for every place of the block [B, V] fp32, see `probabilities` in `engine/distribution.py`.
+    index: sequence id -> its row. table: [B, places, V] fp32, see `probabilities` in `engine/distribution.py`; None when nothing was drawn.
+    It holds until the next draft.
     """
 
     index: dict[int, int]
-    probs: list[Tensor]
+    table: Tensor | None
+
+    def address(self, seq_id: int, place: int = 0) -> int:
+        """Where in the host's memory the distribution of a sequence's place begins; those of later places follow."""
+        table = self._table_of([seq_id])
+        assert table.is_contiguous() and table.device.type == "cpu", f"{table.stride()} on {table.device}"  # noqa: PT018
+        return table.data_ptr() + table.element_size() * (self.index[seq_id] * table.stride(0) + place * table.stride(1))
 
     def rows(self, wanted: list[tuple[int, int]]) -> Tensor:
         """[R, V] fp32 for pairs of sequence id and place."""
-        result = self.probs[0].new_empty(len(wanted), self.probs[0].shape[1])
-        for place, probs in enumerate(self.probs):
-            into = [i for i, (_, at) in enumerate(wanted) if at == place]
-            result[into] = probs[[self.index[wanted[i][0]] for i in into]]
-        return result
+        table = self._table_of([seq_id for seq_id, _ in wanted])
+        return table[[self.index[seq_id] for seq_id, _ in wanted], [place for _, place in wanted]]
+
+    def _table_of(self, seq_ids: list[int]) -> Tensor:
+        assert self.table is not None, f"nothing is known of what the drafts of sequences {seq_ids} were drawn from"
+        return self.table
 
 
-NO_PROPOSALS = Proposals({}, [])
+NO_PROPOSALS = Proposals({}, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from engine.batch import LateTokens, LogitRows, SequenceSlice, StepKind
-from engine.drafter import DrafterLike, DraftPoint
+from engine.choices import step_choices
+from engine.draft_sampling import DraftPoint
+from engine.drafter import DrafterLike
 from engine.late_tokens import caught_up
 from engine.readout import Largest, Readout
 from engine.sampler import Sampler, take_largest
+from engine.spec_decode import NO_PROPOSALS
 from engine.step import Sampled, Step
 from engine.step_timing import StepWatch
 
@@ -60,13 +63,14 @@ class StepRunner:
         drafts: list[list[int]] = []
         if step.kind is StepKind.DECODE and self.drafter is not None:
             drafts = self._propose(step, self.drafter)
-            if drafts:
-                step = with_drafts(step, drafts)
+        return self.run(step, drafts, tokens)
+
+    def run(self, step: Step, drafts: list[list[int]], tokens: LateTokens | None = None) -> Computed:
+        """The forward pass, with drafts to verify or none. tokens: what only the device knows of the step before it."""
+        if drafts:
+            step = with_drafts(step, drafts)
         self._watch.start()
-        if tokens is None and self.sampler.wants_largest(step.rows):
-            logits = self.runner.run_greedy(step.batch())
-        else:
-            logits = self.runner.run(step.batch(tokens))
+        logits = self._run(step, drafts, tokens)
         self._watch.forward_enqueued()
         return Computed(step, logits, drafts)
 
@@ -93,6 +97,15 @@ class StepRunner:
             self.drafter.policy.observe_cost(len(logits), len(step.rows), self._watch.stop())
         return sampled
 
+    def _run(self, step: Step, drafts: list[list[int]], tokens: LateTokens | None) -> Tensor | Largest:
+        """Logits; or just the tokens, where nobody wants more and compiled code chooses them."""
+        if tokens is None and self.sampler.wants_largest(step.rows):
+            return self.runner.run_greedy(step.batch())
+        if tokens is None and self.sampler.wants_tokens(step.rows):
+            proposals = NO_PROPOSALS if self.drafter is None else self.drafter.proposals
+            return self.runner.run_drawn(step.batch(), step_choices(step.rows, _first_positions(step.slices), drafts, proposals))
+        return self.runner.run(step.batch(tokens))
+
     def _propose(self, step: Step, drafter: DrafterLike) -> list[list[int]]:
         """Drafts of every sequence; nothing when none has any. One token has to follow them, hence room counts from there."""
         rooms = [min(drafter.max_drafts, room) for room in step.rooms]
@@ -109,6 +122,11 @@ class StepRunner:
         for i, ids in zip(asked, proposed, strict=True):
             drafts[i] = ids
         return drafts
+
+
+def _first_positions(slices: list[SequenceSlice]) -> list[int]:
+    """Behind the first row of every slice that has logits."""
+    return [s.start + 1 if s.logit_rows is LogitRows.ALL else s.end for s in slices if s.logit_rows is not LogitRows.NONE]
 
 
 def with_drafts(step: Step, drafts: list[list[int]]) -> Step:

@@ -307,34 +307,6 @@ int read_slices(const Model& model, const int32_t* ints, std::vector<Slice>& sli
     return flags;
 }
 
-namespace {
-
-// The first of the largest of `count` values, NaN before all others.
-int largest(const float* x, int count, float* value) {
-    F16 best = splat<F16>(-INFINITY);
-    I16 unordered = {};
-    int i = 0;
-    for (; i + 16 <= count; i += 16) {
-        const F16 own = load<F16>(x + i);
-        best = own > best ? own : best;
-        unordered |= own != own;
-    }
-    float most[16], top = -INFINITY;
-    store(most, best);
-    bool nan = false;
-    for (int lane = 0; lane < 16; ++lane) {
-        top = std::max(top, most[lane]);
-        nan |= unordered[lane] != 0;
-    }
-    for (; i < count; ++i) {
-        top = std::max(top, x[i]);
-        nan |= x[i] != x[i];
-    }
-    *value = nan ? NAN : top;
-    return int(std::find_if(x, x + count, [&](float own) { return nan ? own != own : own == top; }) - x);
-}
-
-}  // namespace
 }  // namespace dix
 
 extern "C" int64_t dix_model_bytes() { return sizeof(dix::Model); }
@@ -362,4 +334,20 @@ extern "C" void dix_step_greedy(const dix::Model* model, void* work, const int32
     float* logits = static_cast<dix::Workspace*>(work)->logits.get(size_t(wanted) * model->vocab);
     dix_step(model, work, ints, logits);
     for (int r = 0; r < wanted; ++r) ids[r] = dix::largest(logits + int64_t(r) * model->vocab, num_ids, values + r);
+}
+
+// The same for rows that draw, or judge drafts, see `choose_rows`.
+extern "C" void dix_step_drawn(const dix::Model* model, void* work, const int32_t* ints, int num_ids, int wanted, const dix::Choice* choices,
+                               int num_choices, const int32_t* drafts, int32_t* ids, float* values) {
+    auto& w = *static_cast<dix::Workspace*>(work);
+    float* logits = w.logits.get(size_t(wanted) * model->vocab);
+    dix_step(model, work, ints, logits);
+    dix::choose_rows(logits, model->vocab, num_ids, choices, num_choices, drafts, model->vocab, w.draws, ids, values);
+}
+
+// Tokens of rows whose logits the caller has, see `choose_rows`.
+extern "C" void dix_choose(void* work, const float* logits, int64_t distance, int vocab, const dix::Choice* choices, int num_choices,
+                           const int32_t* drafts, int32_t* ids) {
+    dix::DrawScratch& scratch = static_cast<dix::Workspace*>(work)->draws;
+    dix::choose_rows(logits, distance, vocab, choices, num_choices, drafts, vocab, scratch, ids, nullptr);
 }

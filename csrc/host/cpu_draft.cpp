@@ -69,9 +69,11 @@ int add_and_choose(float* logits, const float* bias, int count) {
     return found == logits + count ? 0 : int(found - logits);
 }
 
-// Walk through the block: each choice shifts the logits of the next place. first: `count` ids before the block, at a distance.
+// Walk through the block: each choice shifts the logits of the next place. first: `count` ids before the block, at a distance. choose: given
+// sequence, place and logits with their largest id, the id that the sequence takes.
+template <class Choose>
 void propose(const Model& m, Workspace& w, const float* states, const int32_t* first, int stride, int count, float* logits, int64_t* ids,
-             float* confidence) {
+             float* confidence, Choose choose) {
     const Draft& draft = *m.draft;
     const int rank = draft.markov_rank;
     float *bias = w.bias.get(size_t(count) * m.vocab), *markov = w.markov.get(size_t(count) * rank);
@@ -85,10 +87,13 @@ void propose(const Model& m, Workspace& w, const float* states, const int32_t* f
         linear(draft.markov_head, markov, rank, bias, m.vocab, count);
         for (int i = 0; i < count; ++i) {
             const int64_t row = int64_t(i) * draft.block_size + place;
-            ids[row] = add_and_choose(logits + row * m.vocab, bias + int64_t(i) * m.vocab, m.vocab);
+            float* own = logits + row * m.vocab;
+            ids[row] = choose(i, place, own, add_and_choose(own, bias + int64_t(i) * m.vocab, m.vocab));
         }
     }
 }
+
+int take(int, int, const float*, int best) { return best; }
 
 }  // namespace
 }  // namespace dix
@@ -99,7 +104,8 @@ extern "C" void dix_draft(const dix::Model* model, void* work, const int32_t* in
 
 extern "C" void dix_propose(const dix::Model* model, void* work, const float* states, const int32_t* first, int count, float* logits, int64_t* ids,
                             float* confidence) {
-    dix::propose(*model, *static_cast<dix::Workspace*>(work), states, first, 1, count, logits, ids, confidence);
+    dix::propose(*model, *static_cast<dix::Workspace*>(work), states, first, 1, count, logits, ids, confidence,
+                 dix::take);
 }
 
 // Both at once, for a caller that wants no logits.
@@ -108,5 +114,22 @@ extern "C" void dix_draft_greedy(const dix::Model* model, void* work, const int3
     const size_t rows = size_t(count) * model->draft->block_size;
     float *states = w.states.get(rows * model->hidden), *logits = w.logits.get(rows * model->vocab);
     dix::draft_block(*model, w, ints, count, states, logits);
-    dix::propose(*model, w, states, ints, 4, count, logits, ids, confidence);
+    dix::propose(*model, w, states, ints, 4, count, logits, ids, confidence, dix::take);
+}
+
+// The same where the first `places` drafts of every sequence are drawn. choices: one for each, with what they are drawn from as a result.
+extern "C" void dix_draft_drawn(const dix::Model* model, void* work, const int32_t* ints, int count, const dix::Choice* choices, int places,
+                                int64_t* ids, float* confidence) {
+    auto& w = *static_cast<dix::Workspace*>(work);
+    const int vocab = model->vocab;
+    const size_t rows = size_t(count) * model->draft->block_size;
+    float *states = w.states.get(rows * model->hidden), *logits = w.logits.get(rows * vocab);
+    dix::draft_block(*model, w, ints, count, states, logits);
+    dix::propose(*model, w, states, ints, 4, count, logits, ids, confidence, [&](int i, int place, const float* own, int best) {
+        const dix::Choice& c = choices[i];
+        if (c.mode == dix::Mode::kGreedy || place >= places || !std::isfinite(own[best])) return best;
+        const float* probs = dix::distribution(own, vocab, own[best], c, w.draws);
+        if (c.proposal != nullptr) std::memcpy(c.proposal + int64_t(place) * vocab, probs, vocab * sizeof(float));
+        return dix::draw(probs, vocab, c, place);
+    });
 }

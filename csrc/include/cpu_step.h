@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cpu_draws.h"
 #include "cpu_ops.h"
 #include "cpu_team.h"
 
@@ -68,6 +69,7 @@ struct Workspace {
     Buffer<int32_t> positions, owner;
     std::vector<MemberScratch> members{1};
     Picks picks;
+    DrawScratch draws;
     std::vector<Slice> slices;
     std::vector<TapWindow> tap_windows;  // by state slot
     Team team;

@@ -1,9 +1,10 @@
-"""The structures of `csrc/include/cpu_model.h`, field by field in the same order."""
+"""The structures of `csrc/include/cpu_model.h` and `cpu_draws.h`, field by field in the same order."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+import struct
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 
@@ -107,6 +108,9 @@ class Model(Structure):
     )
 
 
+# `Choice` of `cpu_draws.h`: proposal, seed, position, top_p, temperature, min_p, top_k, mode, rows, nothing.
+CHOICE = struct.Struct("=QQqqffiiii")
+
 # Exchange of `cpu_model.h`: layer, rows, their number, results.
 EXCHANGE = ctypes.CFUNCTYPE(None, c_int32, c_void_p, c_int32, c_void_p)
 # Gather of `cpu_step.h`: what, rows, their number and width, results, their number.
@@ -125,6 +129,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_step": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p]),
     "dix_step_shared": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32, GATHER, c_void_p]),
     "dix_step_greedy": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p]),
+    "dix_step_drawn": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_int32, c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "dix_choice_bytes": (c_int64, []),
+    "dix_choose": (None, [c_void_p, c_void_p, c_int64, c_int32, c_char_p, c_int32, c_void_p, c_void_p]),
     "dix_open_experts": (c_void_p, []),
     "dix_close_experts": (None, [c_void_p]),
     "dix_route": (None, [POINTER(Model), c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
@@ -132,6 +139,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "dix_draft": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
     "dix_propose": (None, [POINTER(Model), c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "dix_draft_greedy": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+    "dix_draft_drawn": (None, [POINTER(Model), c_void_p, c_void_p, c_int32, c_char_p, c_int32, c_void_p, c_void_p]),
 }
 
 
@@ -140,5 +148,5 @@ def declare(library: ctypes.CDLL) -> None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    sizes = (library.dix_model_bytes(), library.dix_layer_bytes())
-    assert sizes == (ctypes.sizeof(Model), ctypes.sizeof(Layer)), f"structures of {sizes} bytes differ from cpu_model.h"
+    sizes = (library.dix_model_bytes(), library.dix_layer_bytes(), library.dix_choice_bytes())
+    assert sizes == (ctypes.sizeof(Model), ctypes.sizeof(Layer), CHOICE.size), f"structures of {sizes} bytes differ from the library's"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch, LogitRows, SequenceSlice, StepKind
+from engine.choices import Choices
 from engine.config import TruncationMode
 from engine.models.config import TextConfig
 from engine.models.draft import DraftSlice
@@ -37,6 +39,7 @@ class NativeModel:
         self._block_size, self._back = block_size, text.ngram_history
         self._model = ctypes.pointer(weights.model)
         self._work = library.dix_open()
+        self.vocab_size = text.vocab_size
 
     def set_threads(self, threads: int, least_rows: int = LEAST_SHARED_ROWS, *, polite: bool = True) -> None:
         """Threads of steps with at least `least_rows` rows; a step's numbers do not depend on them. polite: only while cores are idle."""
@@ -65,6 +68,23 @@ class NativeModel:
             self._model, self._work, packed.buffer_info()[0], num_ids, wanted, ids.buffer_info()[0], values.buffer_info()[0]
         )
         return Largest(ids.tolist(), values.tolist())
+
+    def step_drawn(self, batch: Batch, truncation: Truncation, num_ids: int, choices: Choices) -> Largest:
+        """The chosen ids of the requested rows, all below `num_ids`, and their largest logits."""
+        assert self._experts is None, "errors of an exchange are raised by `step`"
+        assert batch.late is None, "late tokens are on a device that native steps do not see"
+        packed, wanted = self._pack(batch, truncation), len(choices.judged)
+        assert wanted == sum(map(_count_rows, batch.slices)), f"choices of {wanted} rows"
+        ids, values = array("i", bytes(4 * wanted)), array("f", bytes(4 * wanted))
+        self._library.dix_step_drawn(
+            self._model, self._work, packed.buffer_info()[0], num_ids, wanted, choices.packed, choices.num_seqs,
+            choices.judged.buffer_info()[0], ids.buffer_info()[0], values.buffer_info()[0],
+        )  # fmt: skip
+        return Largest(ids.tolist(), values.tolist())
+
+    def choose(self, logits: Tensor, choices: Choices) -> list[int]:
+        """See `Drawing`."""
+        return choose_rows(self._library, self._work, logits, choices)
 
     def step_shared(self, batch: Batch, own: range, part: Division, gathers: ContextShare, truncation: Truncation) -> Tensor:
         """One rank's share of a prompt step of several: logits of the requested rows of its own slices. Arguments: see
@@ -129,8 +149,18 @@ class NativeModel:
         self._library.dix_draft_greedy(
             self._model, self._work, ints.buffer_info()[0], len(slices), ids.buffer_info()[0], confidence.buffer_info()[0]
         )
-        begins = range(0, rows, size)
-        return [ids[i : i + size].tolist() for i in begins], [confidence[i : i + size].tolist() for i in begins]
+        return _blocks(ids, size), _blocks(confidence, size)
+
+    def draft_drawn(self, slices: list[DraftSlice], choices: Choices, places: int) -> tuple[list[list[int]], list[list[float]]]:
+        """As `draft_greedy`, with the first `places` ids of every slice drawn. choices: of each slice, see `draft_choices`."""
+        size = self._text.dspark_block_size
+        rows = len(slices) * size
+        ints, ids, confidence = _draft_ints(slices), array("q", bytes(8 * rows)), array("f", bytes(4 * rows))
+        self._library.dix_draft_drawn(
+            self._model, self._work, ints.buffer_info()[0], len(slices), choices.packed, places, ids.buffer_info()[0],
+            confidence.buffer_info()[0],
+        )  # fmt: skip
+        return _blocks(ids, size), _blocks(confidence, size)
 
     def propose(self, slices: list[DraftSlice], states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Greedy choices [B, N] int64 and confidences [B, N] fp32; each choice shifts the next place's logits, in place."""
@@ -144,8 +174,25 @@ class NativeModel:
         return ids, confidence
 
 
+def choose_rows(library: ctypes.CDLL, work: int, logits: Tensor, choices: Choices) -> list[int]:
+    """`Drawing.choose` in a workspace of `dix_open`."""
+    count = len(choices.judged)
+    assert logits.shape[0] == count, f"{logits.shape[0]} rows of logits, choices of {count}"
+    assert logits.stride(1) == 1, f"logits with strides {logits.stride()}"
+    ids = array("i", bytes(4 * count))
+    library.dix_choose(
+        work, logits.data_ptr(), logits.stride(0), logits.shape[1], choices.packed, choices.num_seqs, choices.judged.buffer_info()[0],
+        ids.buffer_info()[0],
+    )  # fmt: skip
+    return ids.tolist()
+
+
 def _draft_ints(slices: list[DraftSlice]) -> array[int]:
     return array("i", [value for s in slices for value in (s.token_id, s.position, s.state_slot, max(0, s.valid_start))])
+
+
+def _blocks(values: array[Any], size: int) -> list[list[Any]]:
+    return [values[i : i + size].tolist() for i in range(0, len(values), size)]
 
 
 def _count_rows(s: SequenceSlice) -> int:

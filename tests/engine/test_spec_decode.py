@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.distribution import probabilities
-from engine.drafter import Drafter, DraftPoint
+from engine.draft_sampling import DraftPoint
+from engine.drafter import Drafter
 from engine.draws import fixed_point, inverse_cdf, race
 from engine.random_keys import MASK64, Purpose, draws53, race_keys
 from engine.request import Request, SamplingParams, Sequence
@@ -197,9 +198,9 @@ class _Drafted:
         self.token_ids, self.confidence = token_ids, confidence
 
 
-def generate(table: Table, num: int, length: int, **params) -> np.ndarray:
+def generate(table: Table, num: int, length: int, sampler: Sampler | None = None, **params) -> np.ndarray:
     """[num, length] tokens, one sequence per seed, with drafts."""
-    drafter, sampler = Drafter(table, 3, frozenset()), Sampler(10**6, frozenset())
+    drafter, sampler = Drafter(table, 3, frozenset()), sampler or Sampler(10**6, frozenset())
     seqs = [sequence(seed, [], **params) for seed in range(num)]
     while short := [seq for seq in seqs if seq.output_len < length]:
         for seq, new in zip(short, table.step(short, drafter, sampler), strict=True):

@@ -68,8 +68,8 @@ def test_every_row_gets_a_token_that_exists_or_an_error_of_its_own(fields: dict[
     sampled = sampler(torch.stack([row, alone]), [odd, plain])
     checked(sampled.token_ids[0], sampled.errors)
     assert (sampled.token_ids[1], 1 in sampled.errors) == ([TOKENS - 1], False), "the neighbour"
-    even = torch.full((1, VOCAB), 1 / VOCAB)
-    verified = sampler.verify(row.repeat(3, 1), [odd], [[5, 6]], Proposals({1: 0}, [even, even]))
+    even = torch.full((1, 2, VOCAB), 1 / VOCAB)
+    verified = sampler.verify(row.repeat(3, 1), [odd], [[5, 6]], Proposals({1: 0}, even))
     checked(verified.token_ids[0], verified.errors)
 
 
