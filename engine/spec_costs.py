@@ -8,9 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
-RECENT_STEPS = 15  # steps of a kind that say what it takes beyond the curve
-RECENT_DRAFTS = 9
-FORGET_PLAIN = 256  # verify steps in a row after which nobody knows what a plain one takes
+RECENT = 15  # steps of a kind that say what it takes beyond the curve
+ENOUGH = 3  # of them before they are believed: the median of fewer is any one of them
 LEAST_S = 1e-9  # no step takes less, whatever noise says
 
 
@@ -39,23 +38,6 @@ class Curve:
         return Curve(tuple(size for size, _ in points), tuple(accumulate((second for _, second in points), max)))
 
 
-class RecentMedian:
-    """Median of the last few values; None when there are none."""
-
-    def __init__(self, keep: int) -> None:
-        self.values: deque[float] = deque(maxlen=keep)
-        self.median: float | None = None
-
-    def add(self, value: float) -> float:
-        self.values.append(value)
-        self.median = median = _median(self.values)
-        return median
-
-    def clear(self) -> None:
-        self.values.clear()
-        self.median = None
-
-
 def _median(values: Collection[float]) -> float:
     """0 for none. The library's own checks what it is given, which takes longer than to sort it."""
     if not values:
@@ -65,48 +47,53 @@ def _median(values: Collection[float]) -> float:
 
 
 class Beyond:
-    """What the last steps of about the same number of sequences took beyond the curves."""
+    """What the last steps of about the same number of sequences took beyond the curves. Medians are found when somebody asks."""
 
     def __init__(self) -> None:
-        self.draft_factor = 1.0
-        self._draft_ratio = RecentMedian(RECENT_DRAFTS)
-        self._per_seq = RecentMedian(RECENT_STEPS)
-        self._verified: deque[tuple[float, int, int]] = deque(maxlen=RECENT_STEPS)  # seconds beyond the curve, sequences, drafts
-        self._since_plain = 0  # verify steps since the last plain one
-        self._shares: tuple[float, float] | None = None  # None: to be found anew
+        self._per_seq: deque[float] = deque(maxlen=RECENT)  # seconds of plain steps
+        self._verified: deque[tuple[float, int, int]] = deque(maxlen=RECENT)  # seconds, sequences, drafts
+        self._draft_ratios: deque[float] = deque(maxlen=RECENT)
+        self._known: tuple[float, float, float] | None = None
 
     @property
-    def shares(self) -> tuple[float, float]:
-        """Seconds per sequence and per draft. Without plain steps to tell, a row of a verify step says both; without verify steps a draft
-        is believed to add nothing."""
-        if self._shares is None:
-            per_seq_s = self._per_seq.median
-            if per_seq_s is None:
-                per_seq_s = _median([beyond_s / (seqs + drafts) for beyond_s, seqs, drafts in self._verified])
-            per_draft_s = _median([(beyond_s - per_seq_s * seqs) / drafts for beyond_s, seqs, drafts in self._verified])
-            self._shares = per_seq_s, per_draft_s
-        return self._shares
+    def known(self) -> tuple[float, float, float]:
+        """Seconds per sequence and per draft, and the factor of drafts. Without plain steps to tell, a row of a verify step says both;
+        without verify steps a draft is believed to add nothing."""
+        if self._known is None:
+            verified = self._verified if len(self._verified) >= ENOUGH else ()
+            if len(self._per_seq) >= ENOUGH:
+                per_seq_s = _median(self._per_seq)
+            else:
+                per_seq_s = _median([beyond_s / (seqs + drafts) for beyond_s, seqs, drafts in verified])
+            per_draft_s = _median([(beyond_s - per_seq_s * seqs) / drafts for beyond_s, seqs, drafts in verified])
+            factor = _median(self._draft_ratios) if len(self._draft_ratios) >= ENOUGH else 1.0
+            self._known = per_seq_s, per_draft_s, factor
+        return self._known
 
     def observe(self, beyond_s: float, num_seqs: int, num_drafts: int) -> None:
-        self._shares = None
-        if not num_drafts:
-            # The first plain step behind a verify step finds other things in the caches: it takes up to twice as long as the next one.
-            if self._since_plain == 0:
-                self._per_seq.add(beyond_s / num_seqs)
-            self._since_plain = 0
-            return
-        self._verified.append((beyond_s, num_seqs, num_drafts))
-        self._since_plain += 1
-        if self._since_plain % FORGET_PLAIN == 0:
-            self._per_seq.clear()
+        if num_drafts:
+            self._verified.append((beyond_s, num_seqs, num_drafts))
+        else:
+            self._per_seq.append(beyond_s / num_seqs)
+        self._known = None
 
     def observe_draft(self, ratio: float) -> None:
-        self.draft_factor = self._draft_ratio.add(ratio)
+        self._draft_ratios.append(ratio)
+        self._known = None
 
-    def forget_drafts(self) -> None:
-        self._draft_ratio.clear()
-        self._verified.clear()
-        self._shares = None
+    def forget(self, drafts: bool) -> None:
+        if drafts:
+            self._verified.clear()
+            self._draft_ratios.clear()
+        else:
+            self._per_seq.clear()
+        self._known = None
+
+
+def size_class(num_seqs: int) -> int:
+    """Numbers of sequences whose steps say something about each other: 1, 2, 3 to 5, 6 to 10, 11 to 21, ... The usual limits, powers of
+    two, lie in the middle."""
+    return (num_seqs * 3 // 2).bit_length()
 
 
 class CostModel:
@@ -117,10 +104,11 @@ class CostModel:
         draft(n)     = drafts(n) * c
 
     The curves are measured at start-up, on empty contexts, with nothing in between and without sampling; a, b and c are medians over the
-    last steps of their own kind with about as many sequences, up to a factor of 2. A sequence costs `a`, mostly for reading its context,
+    last steps of their own kind with about as many sequences (`size_class`). A sequence costs `a`, mostly for reading its context,
     which all its rows share, and a draft less; where tokens are drawn, both cost that as well. With one slope over all rows, or one
     sampling time for all steps, one of the two kinds looks cheaper than it is and the other dearer, and since only steps that are taken
-    correct it, it stays so. A kind that has not been taken for long is believed to be cheap: it is tried again.
+    correct it, it stays so. The first step behind one of the other kind says nothing: it finds other things in the caches and takes up
+    to twice as long as the next one.
 
     It is asked and told about every step, so everything here is a few operations on Python's own numbers: on a small model a handful of
     calls of numpy takes as long as half a layer.
@@ -129,41 +117,42 @@ class CostModel:
     def __init__(self, steps: Curve, drafts: Curve) -> None:
         """steps: by rows of a step. drafts: by sequences."""
         self._steps, self._drafts = steps, drafts
-        self._beyond: dict[int, Beyond] = defaultdict(Beyond)  # binary digits of the number of sequences -> what such steps showed
+        self._beyond: dict[int, Beyond] = defaultdict(Beyond)  # by `size_class`
         self._curve: list[float] = []  # seconds by rows, as far as anybody has asked
+        self._verifies: bool | None = None  # what the last step did
 
     def plain_s(self, num_seqs: int) -> float:
         """Seconds of a step that verifies nothing."""
-        per_seq_s, _ = self.shares(num_seqs)
+        per_seq_s, _, _ = self._at(num_seqs).known
         return max(self._seconds(num_seqs)[num_seqs] + per_seq_s * num_seqs, LEAST_S)
 
     def verify_s(self, num_seqs: int, most: int) -> list[float]:
         """Seconds of steps that verify 1, 2, ..., `most` drafts in all."""
-        curve, (per_seq_s, per_draft_s) = self._seconds(num_seqs + most), self.shares(num_seqs)
+        curve, (per_seq_s, per_draft_s, _) = self._seconds(num_seqs + most), self._at(num_seqs).known
         fixed_s = per_seq_s * num_seqs
         return [max(curve[num_seqs + count] + fixed_s + per_draft_s * count, LEAST_S) for count in range(1, most + 1)]
 
     def draft_s(self, num_seqs: int) -> float:
-        return self._drafts(num_seqs) * self._at(num_seqs).draft_factor
-
-    def shares(self, num_seqs: int) -> tuple[float, float]:
-        """`a` and `b`."""
-        return self._at(num_seqs).shares
+        _, _, factor = self._at(num_seqs).known
+        return self._drafts(num_seqs) * factor
 
     def observe(self, rows: int, num_seqs: int, seconds: float) -> None:
         """A step that was taken: its forward pass and the sampling."""
-        self._at(num_seqs).observe(seconds - self._seconds(rows)[rows], num_seqs, rows - num_seqs)
+        verifies = rows > num_seqs
+        if verifies is self._verifies:
+            self._at(num_seqs).observe(seconds - self._seconds(rows)[rows], num_seqs, rows - num_seqs)
+        self._verifies = verifies
 
     def observe_draft(self, num_seqs: int, seconds: float) -> None:
         """A draft that was made, of sequences that the step before had drafted for too."""
         self._at(num_seqs).observe_draft(seconds / max(self._drafts(num_seqs), LEAST_S))
 
-    def forget_drafts(self, num_seqs: int) -> None:
-        """What drafts and their verification took was long ago: the next ones alone say what they cost now."""
-        self._at(num_seqs).forget_drafts()
+    def forget(self, num_seqs: int, drafts: bool) -> None:
+        """What steps that draft, or those that do not, took was long ago: the next ones alone say what they take now."""
+        self._at(num_seqs).forget(drafts)
 
     def _at(self, num_seqs: int) -> Beyond:
-        return self._beyond[num_seqs.bit_length()]
+        return self._beyond[size_class(num_seqs)]
 
     def _seconds(self, rows: int) -> list[float]:
         """The curve's seconds by rows, up to `rows` at least."""

@@ -9,21 +9,15 @@ itself through its own prefix only.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from operator import itemgetter
 from typing import Protocol
 
-from engine.spec_costs import CostModel
+from engine.spec_costs import CostModel, size_class
+from engine.spec_modes import Mode
 
 MAX_CONFIDENCE = 60.0  # raw confidences are clamped to this size. Source: the release's draft head
 MIN_TEMPERATURE = 1e-5
-# With nothing to gain from drafts, one step in so many drafts all the same to notice when that changes, and so does the one behind it: the
-# first one fills the windows of all sequences, the second one shows what drafts cost. Both verify what would be best if drafts paid: where
-# they nearly do, a probe costs next to nothing and tells about the very steps in question. A probe that changes nothing doubles the wait
-# for the next one. In between the question is asked again after 1, 2, 4 and then every HOLD steps: what is known of a sequence fades, and
-# typical rates take its place.
-PROBE_INTERVAL = 64
-MAX_PROBE_INTERVAL = 512
-HOLD = 8
 # Weight of old acceptance counts per verification: about the last thousand drafts of a place count.
 _DECAY = 0.999
 _FRESH = 0.01  # least share of the newest rates in the typical ones
@@ -49,6 +43,9 @@ def survival_rates(confidence: list[list[float]], temperatures: list[float]) -> 
 class LengthPolicy(Protocol):
     """Two calls per step: how many drafts in all, before drafting; then whose. `observe` tells how it went."""
 
+    def rests(self, num_seqs: int) -> bool:
+        """Whether this step drafts nothing, known without a look at its sequences: nothing else is asked about it then."""
+
     def budget(self, rates: list[list[float]], rooms: list[int]) -> int | None:
         """Drafts to verify in this step, from the rates of the round before (empty: unknown). None: all. 0: do not even draft."""
 
@@ -67,6 +64,9 @@ class LengthPolicy(Protocol):
 
 class FixedLength:
     """Verifies every draft that has room."""
+
+    def rests(self, num_seqs: int) -> bool:
+        return False
 
     def budget(self, rates: list[list[float]], rooms: list[int]) -> int | None:
         return None
@@ -98,54 +98,57 @@ class ThroughputLength:
         self._typical = [1.0] * max_drafts
         self._rounds = 0
         self._products, self._squares = _CARRY_PRIOR, _CARRY_PRIOR
+        self._correction = [1.0] * max_drafts
         self._asked: list[list[float]] = []
-        self._skipped, self._patience = 0, PROBE_INTERVAL
+        self._modes: dict[int, Mode] = defaultdict(Mode)  # by `size_class`
+        self._skipped = 0  # steps since the last one that drafted
         self._steady = False  # whether the step before has drafted as well
-        self._probing = False
 
     @property
     def carry(self) -> float:
         """Slope of a round's rates over those of the round before, both against the typical ones. 0 to 1."""
         return min(1.0, max(0.0, self._products / self._squares))
 
+    def rests(self, num_seqs: int) -> bool:
+        mode = self._modes[size_class(num_seqs)]
+        if mode.drafts or not mode.holds():
+            return False
+        self._skipped += 1
+        return True
+
     def budget(self, rates: list[list[float]], rooms: list[int]) -> int | None:
-        """The total with the largest expected tokens / seconds, the smallest of equals; where that is 0, now and then another one
-        all the same (`PROBE_INTERVAL`)."""
-        self._asked = rates
-        self._steady = self._skipped == 0
-        if self._skipped % HOLD and self._skipped & (self._skipped - 1):
+        """The total with the largest expected tokens / seconds, the smallest of equals; 0 where plain steps give more. On trial of either
+        way (`Mode`) the other one."""
+        self._asked, num_seqs = rates, len(rates)
+        if self.rests(num_seqs):
+            return 0
+        mode = self._modes[size_class(num_seqs)]
+        if not mode.holds():
+            mode.budget, tokens, seconds = self._best(num_seqs, self._gains(rates, rooms))
+            mode.decide((num_seqs, self.cost.plain_s(num_seqs)), (tokens, seconds))
+            if mode.on_trial:
+                self.cost.forget(num_seqs, drafts=bool(mode.drafts))
+        if not mode.drafts:
             self._skipped += 1
             return 0
-        best, pays = self._best(len(rates), self._gains(rates, rooms))
-        probing, self._probing = self._probing, False
-        if pays:
-            self._skipped, self._patience = 0, PROBE_INTERVAL
-            return best
-        if probing:
-            return best
-        self._skipped += 1
-        if self._skipped <= self._patience:
-            return 0
-        self._skipped, self._patience = 0, min(2 * self._patience, MAX_PROBE_INTERVAL)
-        self._probing = True
-        self.cost.forget_drafts(len(rates))
-        return best
+        self._steady, self._skipped = self._skipped == 0, 0
+        return mode.budget
 
-    def _best(self, num_seqs: int, gains: list[float]) -> tuple[int, bool]:
-        """The number of drafts that gives the most tokens per second, at least one, and whether that is more than without drafts."""
+    def _best(self, num_seqs: int, gains: list[float]) -> tuple[int, float, float]:
+        """The number of drafts that gives the most tokens per second, at least one if there is room; those tokens and seconds, drafting
+        included."""
         draft_s, expected = self.cost.draft_s(num_seqs), float(num_seqs)
-        best, most = 0, 0.0
+        best, most = (0, expected, math.inf), 0.0
         for count, (gain, verify_s) in enumerate(zip(gains, self.cost.verify_s(num_seqs, len(gains)), strict=True), 1):
             expected += gain
-            speed = expected / (verify_s + draft_s)
-            if speed > most:
-                best, most = count, speed
-        return best, most > num_seqs / self.cost.plain_s(num_seqs)  # without drafts, what they cost is saved as well
+            seconds = verify_s + draft_s
+            if expected > most * seconds:
+                best, most = (count, expected, seconds), expected / seconds
+        return best
 
     def _gains(self, rates: list[list[float]], rooms: list[int]) -> list[float]:
         """Corrected rates of all drafts that have room, falling."""
-        typical, carried = self._typical, self.carry ** (1 + self._skipped)
-        correction = [min(kept / expected, 2.0) for kept, expected in zip(self._kept, self._expected, strict=True)]
+        typical, correction, carried = self._typical, self._correction, self.carry ** (1 + self._skipped)
         gains: list[float] = []
         for row, room in zip(rates, rooms, strict=True):
             lowest = 1.0
@@ -180,7 +183,7 @@ class ThroughputLength:
                 self._squares = _CARRY_DECAY * self._squares + squares
 
     def observe(self, rates: list[list[float]], verified: list[int], accepted: list[int]) -> None:
-        expected, counts, typical = self._expected, self._kept, self._typical
+        expected, counts, typical, correction = self._expected, self._kept, self._typical, self._correction
         for row, length, kept in zip(rates, verified, accepted, strict=True):
             if length == 0:
                 continue
@@ -191,6 +194,7 @@ class ThroughputLength:
                 if place < length:
                     expected[place] = expected[place] * _DECAY + rate
                     counts[place] = counts[place] * _DECAY + (place < kept)
+                    correction[place] = min(counts[place] / expected[place], 2.0)
 
     def observe_cost(self, rows: int, num_seqs: int, seconds: float) -> None:
         self.cost.observe(rows, num_seqs, seconds)

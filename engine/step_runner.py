@@ -108,6 +108,8 @@ class StepRunner:
 
     def _propose(self, step: Step, drafter: DrafterLike) -> list[list[int]]:
         """Drafts of every sequence; nothing when none has any. One token has to follow them, hence room counts from there."""
+        if drafter.policy.rests(len(step.seqs)):
+            return []
         rooms = [min(drafter.max_drafts, room) for room in step.rooms]
         asked = [i for i, room in enumerate(rooms) if room > 0]
         if not asked:

@@ -13,12 +13,15 @@ from engine.spec_lengths import LengthPolicy, ThroughputLength
 
 MAX_DRAFTS = 5
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+WINDOW = 128  # tokens that a draft reads
+HICCUP = 1.5  # how much longer a step takes during which the machine does something else
 
 
 @dataclass(frozen=True)
 class Machine:
     """Seconds of its steps. Contexts and sampling add `more_s` per step, `more_per_seq_s`, since rows share what is read, and
-    `more_per_draft_s`: the curves, measured on empty contexts and without sampling, know none of it."""
+    `more_per_draft_s`: the curves, measured on empty contexts and without sampling, know none of it. cold: what a step behind one of the
+    other kind takes longer, as a share of a plain one. fill_s: of a draft, per token that a sequence has grown by without drafts."""
 
     base_s: float
     row_s: float
@@ -27,6 +30,8 @@ class Machine:
     draft_s: float
     draft_seq_s: float
     more_s: float = 0.0
+    cold: float = 0.0
+    fill_s: float = 0.0
 
     def curve_s(self, rows: int) -> float:
         return self.base_s + self.row_s * rows
@@ -64,16 +69,18 @@ class Text:
 
 
 def tokens_per_second(
-    policy: LengthPolicy, machine: Machine, streams: int, noise: float = 0.0, num_texts: int = 200, seed: int = 1
+    policy: LengthPolicy, machine: Machine, streams: int, noise: float = 0.0, num_texts: int = 200, seed: int = 1, hiccups: float = 0.0
 ) -> float:
-    """Decode texts, `streams` at a time. noise: standard deviation of what steps take, as a share."""
+    """Decode texts, `streams` at a time. noise: standard deviation of what steps take, as a share. hiccups: share of steps
+    and drafts that take `HICCUP` times as long."""
     rng, luck = random.Random(seed), random.Random(seed + 1)
     waiting = [Text(random.Random(f"{seed}/{i}"), rng.randint(10, 60)) for i in range(num_texts)]
     active: list[Text] = []
     tokens, seconds = 0, 0.0
+    verified, paused = False, 0
 
     def took(exact_s: float) -> float:
-        return exact_s * max(0.5, luck.gauss(1, noise))
+        return exact_s * max(0.5, luck.gauss(1, noise)) * (HICCUP if luck.random() < hiccups else 1.0)
 
     while waiting or active:
         while waiting and len(active) < streams:
@@ -86,11 +93,15 @@ def tokens_per_second(
             for text, (rates, _) in zip(active, rounds, strict=True):
                 text.rates = rates
             lengths, right = policy.lengths([rates for rates, _ in rounds], rooms, budget), [kept for _, kept in rounds]
-            draft_s = took(machine.propose_s(count))
+            draft_s = took(machine.propose_s(count)) + machine.fill_s * count * min(paused, WINDOW)
+            paused = 0
             policy.observe_draft(count, draft_s)
             seconds += draft_s
         kept = [min(length, good) for length, good in zip(lengths, right, strict=True)]
         step_s = took(machine.step_s(count, sum(lengths)))
+        if verified != any(lengths):
+            step_s += machine.cold * machine.step_s(count, 0)
+        verified, paused = any(lengths), paused + 1
         if budget != 0:
             policy.observe([text.rates or [] for text in active], lengths, kept)
         policy.observe_cost(count + sum(lengths), count, step_s)

@@ -16,7 +16,8 @@ from engine.errors import ConfigError
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.spec_costs import CostModel, Curve
-from engine.spec_lengths import HOLD, MAX_PROBE_INTERVAL, PROBE_INTERVAL, FixedLength, ThroughputLength, survival_rates
+from engine.spec_lengths import FixedLength, ThroughputLength, survival_rates
+from engine.spec_modes import MAX_REST, TRIAL
 from hicache.config import HiCacheConfig
 from tests.engine.fake_runner import FakeLimits, FakeRunner
 from tests.engine.test_spec_costs import FLAT, FREE, line
@@ -38,8 +39,9 @@ def test_a_draft_after_a_pause_says_nothing_about_the_next_one():
     for _ in range(9):
         one.observe_draft(3, 1.0)
     assert one.cost.draft_s(3) == pytest.approx(0.001)
-    assert one.budget([[0.1] * 5] * 3, [5] * 3)
-    one.observe_draft(3, 0.004)
+    for _ in range(TRIAL - 1):
+        assert one.budget([[0.1] * 5] * 3, [5] * 3)
+        one.observe_draft(3, 0.004)
     assert one.cost.draft_s(3) == pytest.approx(0.004)
 
 
@@ -50,10 +52,26 @@ def test_drafts_that_became_cheap_again_are_made_again():
     for _ in range(9):
         one.observe_draft(3, 0.1)
     assert one.budget(rates, rooms) == 0
-    for _ in range(PROBE_INTERVAL + 2):
-        if one.budget(rates, rooms):
-            one.observe_draft(3, 0.001)
-    assert all(one.budget(rates, rooms) > 3 for _ in range(5))
+    steps = 0
+    while not one.budget(rates, rooms):
+        steps += 1
+    for _ in range(TRIAL):
+        one.observe_draft(3, 0.001)
+        assert one.budget(rates, rooms) > 3
+    assert all(one.budget(rates, rooms) > 3 for _ in range(50))
+
+
+@pytest.mark.parametrize("drafts_s", [1.0, 1e-6])
+def test_a_pause_is_known_without_a_look_at_the_sequences(drafts_s):
+    """Counted the same whoever asks: the caller that saves its lists, or the one that has made them."""
+    asked, saved = (policy(line(0.010, 0.001), drafts=line(drafts_s, 0.0)) for _ in range(2))
+    rates, rooms = [[0.9] * 5] * 3, [5] * 3
+    rests = 0
+    for _ in range(200):
+        rest = saved.rests(3)
+        rests += rest
+        assert asked.budget(rates, rooms) == (0 if rest else saved.budget(rates, rooms))
+    assert (rests < 20) if drafts_s < 1.0 else (rests > 180)
 
 
 def test_everything_is_verified_when_rows_cost_nothing():
@@ -94,37 +112,13 @@ def test_the_budget_is_the_best_of_all(seed, num, cost):
     assert one.budget(rates, rooms) == speeds.index(max(speeds))
 
 
-def test_without_gain_a_step_drafts_now_and_then_to_see_whether_that_changed():
-    one = policy(line(0.001, 0.010))
-    budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(2500)]
-    probes = [i for i, budget in enumerate(budgets) if budget]
-    waits = [later - earlier - 1 for earlier, later in zip([-1, *probes], probes, strict=False)]
-    assert waits[::2] == [64, 128, 256, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL, MAX_PROBE_INTERVAL]
-    assert set(waits[1::2]) == {0}  # the second one shows what drafts cost
-    assert {budgets[i] for i in probes} == {1}  # with the length that would be the best
-
-
-def test_a_gain_brings_the_next_probe_near_again():
-    one = policy(line(0.001, 0.010))
-    while not one.budget([[0.1] * 5] * 3, [5] * 3):
-        pass
-    assert [one.budget([[0.99] * 5], [5]) for _ in range(2)] == [1, 0]
-    one.cost = CostModel(line(0.010, 0.0), line(0.0, 0.0))
-    while not one.budget([[0.99] * 5], [5]):
-        pass
-    one.cost = CostModel(line(0.001, 0.010), line(0.0, 0.0))
-    budgets = [one.budget([[0.1] * 5] * 3, [5] * 3) for _ in range(PROBE_INTERVAL + 1)]
-    assert not any(budgets[:-1])
-    assert budgets[-1]
-
-
 def test_drafts_that_are_never_kept_are_given_up_whatever_their_confidence():
     one = policy(line(0.010, 0.002), drafts=line(0.004, 0.001))
     sure = [0.9, 0.8, 0.7, 0.6, 0.5]
     assert one.budget([sure], [5]) > 0
     for _ in range(200):
         one.observe([sure], [5], [0])
-    assert one.budget([sure], [5]) == 0
+    assert not all(one.budget([sure], [5]) for _ in range(3))
 
 
 def test_modest_confidences_are_raised_when_the_drafts_are_kept():
@@ -133,7 +127,7 @@ def test_modest_confidences_are_raised_when_the_drafts_are_kept():
     assert one.budget([modest], [5]) == 0
     for _ in range(200):
         one.observe([modest], [2], [1])
-    assert max(one.budget([modest], [5]) for _ in range(HOLD)) > 0
+    assert max(one.budget([modest], [5]) for _ in range(MAX_REST)) > 0
 
 
 def carry_of(second_round):

@@ -1,11 +1,13 @@
 """Chosen lengths over whole loads, on pretended machines: never much slower than every draft or none, whatever pays."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from engine.spec_lengths import FixedLength
-from tests.engine.spec_rounds import Machine, tokens_per_second
+from engine.spec_costs import CostModel, Curve
+from engine.spec_lengths import FixedLength, ThroughputLength
+from tests.engine.spec_rounds import MAX_DRAFTS, SIZES, Machine, tokens_per_second
 
 
 class NoDrafts(FixedLength):
@@ -34,6 +36,29 @@ def test_chosen_lengths_lose_little_against_every_draft_and_against_none(name, s
     for seed in range(2):
         policy = machine.chosen_lengths(0.05, random.Random(seed))
         assert tokens_per_second(policy, machine, streams, noise=0.1) > 0.95 * best
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", MACHINES)
+def test_turns_that_cost_something_and_steps_that_hang_decide_nothing_for_long(name, streams):
+    """Behind a step of the other kind the caches are cold and windows have to be filled; one step of 20 takes half as long again."""
+    machine = replace(MACHINES[name], cold=0.4, fill_s=5e-6)
+    best = max(tokens_per_second(policy, machine, streams, hiccups=0.05) for policy in (FixedLength(), NoDrafts()))
+    for seed in range(2):
+        policy = machine.chosen_lengths(0.05, random.Random(seed))
+        assert tokens_per_second(policy, machine, streams, noise=0.1, hiccups=0.05, seed=1) > 0.95 * best
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_wrong_curves_are_corrected_by_the_steps_that_are_taken(name):
+    """Steps of eight sequences look 60 % dearer or cheaper than they are, drafts the other way round: the first choice is the wrong one."""
+    machine = MACHINES[name]
+    best = max(tokens_per_second(policy, machine, 8, num_texts=1000) for policy in (FixedLength(), NoDrafts()))
+    for wrong in (1.6, 0.4):
+        steps, drafts = (Curve.of([(size, seconds(size)) for size in SIZES]) for seconds in (machine.curve_s, machine.propose_s))
+        plain = {size: second * wrong if size <= 8 else second for size, second in zip(steps.sizes, steps.seconds, strict=True)}
+        cost = CostModel(Curve.of(list(plain.items())), Curve(drafts.sizes, tuple(second / wrong for second in drafts.seconds)))
+        assert tokens_per_second(ThroughputLength(cost, MAX_DRAFTS), machine, 8, noise=0.1, num_texts=1000) > 0.94 * best
 
 
 def test_lengths_that_are_chosen_gain_where_drafts_are_good_in_stretches():
