@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from engine.models.config import ModelConfig
@@ -33,10 +34,20 @@ class LayerFloor:
         return rows * (2.0 * (self.dense_weights + self.num_chosen * self.expert_weights) + self.attention_flops)
 
 
+@lru_cache(maxsize=4)
+def _by_layer(config: ModelConfig) -> dict[int, list[StoredTensor]]:
+    """The tensors of every backbone layer but n-gram tables. A model of 40 layers has a quarter of a million, listed once."""
+    found: dict[int, list[StoredTensor]] = {}
+    for tensor in stored_inventory(config).values():
+        if tensor.name.startswith("layers.") and "engram.embed" not in tensor.name:
+            found.setdefault(int(tensor.name.split(".", 2)[1]), []).append(tensor)
+    return found
+
+
+@lru_cache(maxsize=1024)
 def layer_floor(config: ModelConfig, layer: int, context: int) -> LayerFloor:
     """The floor of one backbone layer for rows at the end of `context` tokens."""
-    text, prefix = config.text, f"layers.{layer}."
-    tensors = [t for t in stored_inventory(config).values() if t.name.startswith(prefix) and "engram.embed" not in t.name]
+    text, tensors = config.text, _by_layer(config)[layer]
     experts = [t for t in tensors if ".ffn.experts." in t.name]
     dense = [t for t in tensors if ".ffn.experts." not in t.name]
     ratio = text.ratio(layer)

@@ -98,12 +98,16 @@ def profiled(session: Session, step: Callable[[], Any]) -> dict[str, Any]:
     others: dict[str, float] = {}
     for event in events:
         took = (event.time_range.end - event.time_range.start) / 1e3 / PROFILED_STEPS
-        part = next((part for part, words in KERNELS.items() if any(word in event.name for word in words)), "other")
+        part = kind_of(event.name)
         parts[part] += took
         if part == "other":
             others[event.name[:80]] = others.get(event.name[:80], 0.0) + took
     return {"parts": parts, "idle": idle_ms(spans) / PROFILED_STEPS, "whole": (spans[-1][1] - spans[0][0]) / 1e3 / PROFILED_STEPS,
             "others": dict(sorted(others.items(), key=lambda item: -item[1])[:6])}  # fmt: skip
+
+
+def kind_of(name: str) -> str:
+    return next((part for part, words in KERNELS.items() if any(word in name for word in words)), "other")
 
 
 def idle_ms(spans: list[tuple[float, float]]) -> float:

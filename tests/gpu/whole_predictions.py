@@ -5,14 +5,17 @@ All figures are of `ranks` GPUs that share the experts; context, prompts and kep
 
 from __future__ import annotations
 
+from math import log2
+
 from deepinfer_cli.opbench.layer_floor import layer_floor
 from engine.models.config import ModelConfig
 
 # Measured on H200s: copy, bf16 products, gathers of many rows between GPUs, page copies from the host.
 COPY_TBS, BF16_TFLOPS, NVLINK_GBS, HOST_GBS = 4.25, 735.0, 300.0, 51.0
-# 40 layers on four H200s took 10.14, 10.69 and 16.30 ms where the floor is 2.27, 4.02 and 12.84: the line through the first and the last.
-LAYER_MS, OVER_FLOOR = 0.2203, 0.583
-EAGER_MS = 3.1  # what the host takes for an eager layer with its exchange
+# 40 layers on four H200s took 10.14, 10.69, 16.30 and 30.74 ms a step at batch 1, 8, 64 and 256, where the floor is 2.27, 4.02, 12.84 and
+# 18.87: no step is below so much a layer, and so many times the floor are needed at 64 rows, more with every doubling behind them.
+LAYER_MS, OVER_FLOOR, OVER_DOUBLING = 0.26, 1.27, 0.18
+EAGER_MS = 3.0  # what the host takes for an eager layer with its exchange: 110 to 125 ms for those 40
 PREFILL_SHARE = 0.55  # of bf16; one layer at 4,096 tokens reaches 0.48, at 32,768 tokens 0.58
 
 
@@ -39,20 +42,26 @@ def head_ms(config: ModelConfig) -> float:
     return 2 * config.text.vocab_size * config.text.hidden_size / COPY_TBS / 1e9
 
 
+def layers_ms(layers: int, floor: float, rows: int) -> float:
+    """Recorded layers: their latency, or what `rows` rows need over the floor of the bytes."""
+    over = OVER_FLOOR + OVER_DOUBLING * max(0.0, log2(rows / 64))
+    return max(layers * LAYER_MS, over * floor)
+
+
 def step_ms(config: ModelConfig, batch: int, ranks: int, context: int, rows_each: int = 1, eager: bool = False) -> float:
     """A decode or verify step. Eager ones take their launches at least."""
     layers = config.text.num_hidden_layers
-    recorded = layers * LAYER_MS + OVER_FLOOR * floor_ms(config, batch, ranks, context, rows_each)
+    recorded = layers_ms(layers, floor_ms(config, batch, ranks, context, rows_each), batch * rows_each)
     return max(recorded, layers * EAGER_MS) if eager else recorded
 
 
 def draft_ms(config: ModelConfig, batch: int, ranks: int) -> float:
     """The draft stages of a rank's sequences, whose experts every rank has, and the head, which is read once for all places."""
     text = config.text
-    stage = layer_floor(config, text.num_hidden_layers - 1, 0)
-    chosen = touched(text.dspark_n_routed_experts, text.dspark_num_experts_per_tok, -(-batch // ranks) * text.dspark_block_size)
-    floor = (stage.dense_bytes + chosen * stage.expert_bytes) / COPY_TBS / 1e9
-    return text.num_stages * (LAYER_MS + OVER_FLOOR * floor) + head_ms(config)
+    stage, rows = layer_floor(config, text.num_hidden_layers - 1, 0), -(-batch // ranks) * text.dspark_block_size
+    chosen = touched(text.dspark_n_routed_experts, text.dspark_num_experts_per_tok, rows)
+    floor = text.num_stages * (stage.dense_bytes + chosen * stage.expert_bytes) / COPY_TBS / 1e9
+    return layers_ms(text.num_stages, floor, rows) + head_ms(config)
 
 
 def prefill_flops(config: ModelConfig, tokens: int, keep: int) -> float:
