@@ -8,10 +8,10 @@ namespace dix {
 constexpr int kMostRanks = 8, kMostBlocks = 32;
 
 // Every rank has memory of one layout: flags [ranks][kMostBlocks] of rows that came and of results that came home, one per block of
-// their sender; two counters of its own; rows; results. `boxes[r]` is rank r's, as it is mapped here.
+// their sender; a counter of its own; rows; results. `boxes[r]` is rank r's, as it is mapped here.
 struct PeerMemory {
     unsigned char* boxes[kMostRanks];
-    int64_t returned, counters, rows, home;  // bytes from the start, where the flags of rows are
+    int64_t returned, counter, rows, home;  // bytes from the start, where the flags of rows are
     int rank, num_ranks;
     int64_t limit_ns;  // a kernel that waits longer ends with an error
 };

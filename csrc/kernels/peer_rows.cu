@@ -7,7 +7,7 @@
 // - Results of trip n + 1 come from a rank that has ended its `send_rows` n + 1, so it has seen our flag of rows n + 1, which we set behind
 //   everything that read the results of trip n.
 // A flag that is waited for at n is therefore n - 1 or n, never more. The number of the trip is counted in the rank's own memory, where
-// recorded kernels find it: each kernel reads the counter that only the other one writes.
+// recorded kernels find it. `send_rows` counts on when all blocks have met, so that all have read what was there.
 //
 // Waiting blocks hold their multiprocessor; what they wait for needs some too, here and elsewhere: kMostBlocks is far fewer than there are.
 #include "peer.cuh"
@@ -16,7 +16,6 @@ namespace dix {
 
 constexpr int kPeerThreads = 256;               // of a block, at most
 constexpr int kLoads = 4, kPart = 32 * kLoads;  // units of 16 bytes that a warp has on the way at once
-constexpr int kSent = 0, kHome = 1;             // counters: the last trip of each kernel
 
 // What `send_rows` gets; also `SendArguments` of engine/ops/cuda/library.py.
 struct SendRows {
@@ -45,8 +44,9 @@ struct BringHome {
 __device__ __forceinline__ int64_t all_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 __device__ __forceinline__ int64_t this_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-__device__ __forceinline__ uint64_t& counter(const PeerMemory& peers, int which) {
-    return reinterpret_cast<uint64_t*>(peers.boxes[peers.rank] + peers.counters)[which];
+// The last trip that has begun.
+__device__ __forceinline__ uint64_t& counter(const PeerMemory& peers) {
+    return *reinterpret_cast<uint64_t*>(peers.boxes[peers.rank] + peers.counter);
 }
 
 // One part of a row on its way through the registers of a warp: units [32 i + lane] of those from `part * kPart` on.
@@ -111,13 +111,13 @@ __device__ __forceinline__ void find_choices(const SendRows& a) {
 }
 
 __global__ void __launch_bounds__(kPeerThreads) send_rows(const SendRows a) {
-    const uint64_t trip = counter(a.peers, kHome) + 1;
+    const uint64_t trip = counter(a.peers) + 1;
     const int parts = (a.quads + kPart - 1) / kPart, items = a.capacity * parts;
     for (int64_t item = this_thread() / 32; item < items; item += all_threads() / 32) {
         send_part(a, static_cast<int>(item) / parts, static_cast<int>(item) % parts, parts);
     }
     meet_peers(a.peers, 0, trip);
-    if (blockIdx.x == 0 && threadIdx.x == 0) counter(a.peers, kSent) = trip;
+    if (blockIdx.x == 0 && threadIdx.x == 0) counter(a.peers) = trip;
     find_choices(a);
 }
 
@@ -176,7 +176,7 @@ __device__ __forceinline__ void add_up(const BringHome& a) {
 }
 
 __global__ void __launch_bounds__(kPeerThreads) bring_home(const BringHome a) {
-    const uint64_t trip = counter(a.peers, kSent);
+    const uint64_t trip = counter(a.peers);
     const int parts = (a.quads + kPart - 1) / kPart, per_row = parts * (a.parts ? a.chosen : 1);
     const int64_t items = static_cast<int64_t>(a.peers.num_ranks) * a.capacity * per_row;
     for (int64_t item = this_thread() / 32; item < items; item += all_threads() / 32) {
@@ -184,7 +184,6 @@ __global__ void __launch_bounds__(kPeerThreads) bring_home(const BringHome a) {
         return_part(a, item / per_row, of_row / parts, of_row % parts);
     }
     meet_peers(a.peers, a.peers.returned, trip);
-    if (blockIdx.x == 0 && threadIdx.x == 0) counter(a.peers, kHome) = trip;
     if (a.shared == nullptr) return;
     if (a.wide) {
         add_up<float>(a);

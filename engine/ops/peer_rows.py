@@ -25,7 +25,7 @@ _POLL_S = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """Where things are in a rank's memory, in bytes: flags of rows, flags of results, two counters, rows, results.
+    """Where things are in a rank's memory, in bytes: flags of rows, flags of results, a counter of trips, rows, results.
 
     ranks: of the group. rows: the most that a rank sends in one trip. row_bytes: of a row as it travels. home_bytes: of all ranks' results
     for one row.
@@ -48,12 +48,12 @@ class PeerLayout:
         return self.ranks * MOST_BLOCKS * 8
 
     @property
-    def counters(self) -> int:
+    def counter(self) -> int:
         return 2 * self.returned
 
     @property
     def arrivals(self) -> int:
-        return self.counters + _ALIGNED
+        return self.counter + _ALIGNED
 
     @property
     def home(self) -> int:
@@ -193,8 +193,8 @@ def _send(
     memory: PeerMemory,
 ) -> Sent:
     rank, layout, (count, chosen) = memory.rank, memory.layout, ids.shape
-    counters = memory.section(layout.counters, (2,), torch.int64)
-    trip = int(counters[1]) + 1
+    counter = memory.section(layout.counter, (1,), torch.int64)
+    trip = int(counter) + 1
     width, words = row_words(x, chosen)
     packed = PACK_ROWS.reference(x, ids, weights, slots, copies, real, rank, capacity)
     owners = packed[:count, width : width + chosen].div(slots_per_rank, rounding_mode="floor")
@@ -206,7 +206,7 @@ def _send(
         arrivals[:, width:] = packed[:, width:]
         arrivals[:count, :width][needed] = packed[:count, :width][needed]
     _meet(memory, 0, trip)
-    counters[0] = trip
+    counter[0] = trip
     arrived = memory.section(layout.arrivals, (layout.ranks * capacity, words), torch.int32)
     local, shares = LOCAL_CHOICES.reference(arrived, width, chosen, rank * slots_per_rank, slots_per_rank)
     return Sent(arrived[:, :width].view(x.dtype), local, shares, wanted)
@@ -215,8 +215,6 @@ def _send(
 def _home(computed: Tensor, sent: Sent, shared: Tensor | None, memory: PeerMemory) -> Tensor | None:
     layout, ranks = memory.layout, memory.layout.ranks
     capacity, each = len(computed) // ranks, computed.shape[1:]
-    counters = memory.section(layout.counters, (2,), torch.int64)
-    trip = int(counters[0])
     by_home, known = computed.unflatten(0, (ranks, capacity)), (sent.slots >= 0).unflatten(0, (ranks, capacity))
     for home in range(ranks):
         if computed.ndim == 3:
@@ -225,8 +223,7 @@ def _home(computed: Tensor, sent: Sent, shared: Tensor | None, memory: PeerMemor
         else:
             place = _section(_box(memory, home), layout.home, (ranks, capacity, *each), computed.dtype)[memory.rank]
             place[known[home].any(1)] = by_home[home][known[home].any(1)]
-    _meet(memory, layout.returned, trip)
-    counters[1] = trip
+    _meet(memory, layout.returned, int(memory.section(layout.counter, (1,), torch.int64)))
     if shared is None:
         return None
     returned = memory.section(layout.home, (ranks, capacity, *each), computed.dtype)[:, : len(shared)]

@@ -77,7 +77,7 @@ class PeerArguments(ctypes.Structure):
 
     _fields_ = [
         ("boxes", ctypes.c_void_p * 8),
-        *((name, ctypes.c_int64) for name in ("returned", "counters", "rows", "home")),
+        *((name, ctypes.c_int64) for name in ("returned", "counter", "rows", "home")),
         *((name, ctypes.c_int) for name in ("rank", "num_ranks")),
         ("limit_ns", ctypes.c_int64),
     ]

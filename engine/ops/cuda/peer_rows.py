@@ -110,7 +110,7 @@ def _peers(memory: PeerMemory) -> PeerArguments:
     layout = memory.layout
     arguments = PeerArguments(
         returned=layout.returned,
-        counters=layout.counters,
+        counter=layout.counter,
         rows=layout.arrivals,
         home=layout.home,
         rank=memory.rank,
