@@ -13,6 +13,7 @@ from server.output_parser import Delta, DeltaKind, OutputParser
 from server.rank_pool import finish_error
 
 SMALLEST_LOGPROB = -9999.0  # JSON has no -infinity
+ENTRY_BYTES = 340  # what a token, or an alternative to it, takes as the value that becomes JSON (measured)
 Entry = dict[str, Any]
 
 
@@ -37,8 +38,16 @@ class WrittenCall:
 class Choice:
     """`finish_reason` is set when it is over; `stopped_early` tells that the engine has to be told."""
 
-    def __init__(self, index: int, parser: OutputParser, rules: EndRules, token_bytes: Callable[[int], bytes] | None = None) -> None:
-        """token_bytes: given when log-probabilities were asked for."""
+    def __init__(
+        self,
+        index: int,
+        parser: OutputParser,
+        rules: EndRules,
+        token_bytes: Callable[[int], bytes] | None = None,
+        *,
+        streamed: bool = True,
+    ) -> None:
+        """token_bytes: given when log-probabilities were asked for. streamed: what `logprobs` gives out is not kept to the end."""
         self.index = index
         self.parser = parser
         self.rules = rules
@@ -49,6 +58,8 @@ class Choice:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[WrittenCall] = []
+        self.held_bytes = 0  # of log-probabilities: those of tokens without text, and without a stream all
+        self._streamed = streamed
         self._token_bytes = token_bytes
         self._entries: dict[int, Entry] = {}  # by the parser's token index, until the token's text is sent
         self._num_parsed = 0
@@ -126,6 +137,7 @@ class Choice:
                 continue
             if self._token_bytes is not None and position < len(output.logprobs):
                 self._entries[self._num_parsed] = self._entry(token_id, output.logprobs[position])
+                self.held_bytes += ENTRY_BYTES * (1 + len(output.logprobs[position].top))
             self._num_parsed += 1
             shown.append(token_id)
         return shown
@@ -141,7 +153,10 @@ class Choice:
 
     def logprobs(self, piece: Delta) -> list[Entry]:
         """Entries of the tokens whose text begins in a piece; each is given out once."""
-        return [self._entries.pop(index) for index in piece.tokens if index in self._entries]
+        given = [self._entries.pop(index) for index in piece.tokens if index in self._entries]
+        if self._streamed:
+            self.held_bytes -= sum(ENTRY_BYTES * (1 + len(entry["top_logprobs"])) for entry in given)
+        return given
 
 
 def _single_tokens(output: Output) -> Iterator[Output]:

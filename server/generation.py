@@ -69,6 +69,7 @@ class Generation:
                     if choice.stopped_early:
                         self.front.pool.stop_choice(self.ticket, index)
                 yield batch
+                self.ticket.held_bytes = sum(choice.held_bytes for choice in self.choices)
         except ApiError:
             self.outcome = "error"
             raise
@@ -247,7 +248,7 @@ async def begin(
     front.metrics.admitted_total += 1
     rules = EndRules(front.text.eos_id, request.ignore_eos, request.min_tokens)
     token_bytes = front.text.tokenizer.token_bytes if request.logprobs else None
-    choices = [Choice(index, make_parser(), rules, token_bytes) for index in range(request.n)]
+    choices = [Choice(index, make_parser(), rules, token_bytes, streamed=request.stream) for index in range(request.n)]
     return Generation(front, ticket, choices, prompt_ids, salt)
 
 

@@ -190,7 +190,7 @@ def _routing(router: Router) -> Record:
 
 
 def _requests(metrics: FrontMetrics, pool: RankPool) -> dict[str, Any]:
-    tickets = [ticket for view in pool.ranks for ticket in view.tickets.values()]
+    tickets = pool.tickets
     return {
         "received_total": metrics.received_total,
         "admitted_total": metrics.admitted_total,

@@ -28,6 +28,7 @@ from server.totals import Record, added, counters_only, empty_record, merged
 
 SWEEP_S = 0.1
 MAX_UNREAD_BYTES = 256 * 2**20  # of outputs that wait for all clients together
+MAX_HELD_BYTES = 4 * 2**30  # of log-probabilities that wait for the ends of their answers
 # Of prompts that wait for one rank, 40 bytes each here and 50 there: more than any rank prefills until `server.queue_timeout_s` is over.
 MAX_QUEUED_TOKENS = 32 * 2**20
 MAX_BATCH = 8  # a stream spends about 0.1 ms on an output, 0.5 ms on its last one
@@ -134,7 +135,7 @@ class RankPool:
 
     @property
     def num_open(self) -> int:
-        return sum(len(view.tickets) for view in self.ranks)
+        return len(self.tickets)
 
     def complaint(self) -> str:
         """Why the ranks do not serve, or ""."""
@@ -285,27 +286,42 @@ class RankPool:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            for view in self.ranks:
-                for ticket in view.tickets.values():
-                    ticket.mailbox.end_silence(now)
-            self.end_slowest()
+            for ticket in self.tickets:
+                ticket.mailbox.end_silence(now)
+            self.bound_memory()
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Every open request."""
+        return [ticket for view in self.ranks for ticket in view.tickets.values()]
 
     @property
     def unread_bytes(self) -> int:
         """What waits for clients to read it."""
-        return sum(ticket.mailbox.num_bytes for view in self.ranks for ticket in view.tickets.values())
+        return sum(ticket.mailbox.num_bytes for ticket in self.tickets)
 
-    def end_slowest(self) -> None:
-        """While more waits than `MAX_UNREAD_BYTES`: end the request whose client is furthest behind."""
+    @property
+    def held_bytes(self) -> int:
+        """Log-probabilities that wait for the ends of their answers."""
+        return sum(ticket.held_bytes for ticket in self.tickets)
+
+    def bound_memory(self) -> None:
+        """While more waits than may: end the request whose client is furthest behind, or whose answer is the largest."""
         while self.unread_bytes > MAX_UNREAD_BYTES:
-            waiting = [ticket for view in self.ranks for ticket in view.tickets.values()]
-            self._give_up(max(waiting, key=lambda ticket: ticket.mailbox.num_bytes))
+            self._give_up_slow(max(self.tickets, key=lambda ticket: ticket.mailbox.num_bytes))
+        while self.held_bytes > MAX_HELD_BYTES:
+            text = "this answer holds the most of too many log-probabilities: ask for a stream, or for fewer"
+            largest = max(self.tickets, key=lambda ticket: ticket.held_bytes)
+            self._give_up(largest, ApiError(503, "answer_too_large", text, type="server_error"))
 
-    def _give_up(self, ticket: Ticket) -> None:
-        """A client does not read: stop its request and forget what waits for it."""
-        dropped = ticket.mailbox.give_up(ApiError(503, "slow_reader", "the client reads too slowly", type="server_error"))
+    def _give_up_slow(self, ticket: Ticket) -> None:
         self.slow_readers_total += 1
-        log.warning("a client reads too slowly: its request ended, %d outputs dropped", dropped, extra={"request_id": ticket.request_id})
+        self._give_up(ticket, ApiError(503, "slow_reader", "the client reads too slowly", type="server_error"))
+
+    def _give_up(self, ticket: Ticket, error: ApiError) -> None:
+        """Stop a request and forget what waits for its client."""
+        dropped = ticket.mailbox.give_up(error)
+        log.warning("%s: a request ended, %d outputs dropped", error.code, dropped, extra={"request_id": ticket.request_id})
         self.close(ticket)
 
     def _receive(self) -> list[bytes] | None:
@@ -359,7 +375,7 @@ class RankPool:
             del self._owners[output.request_id]
             ticket.open_choices.discard(choice)
         if not ticket.mailbox.put(choice, output):
-            self._give_up(ticket)
+            self._give_up_slow(ticket)
 
     def shut(self) -> None:
         self._socket.close()

@@ -108,7 +108,7 @@ class Ticket:
     """`queued_tokens`: prompt tokens that the rank has not prefilled as far as the front knows. Times are of the monotonic clock.
 
     `timing`: where the first choice's time to first token went. `saving`: where the router expects the cached tokens to come from.
-    `drafted`, `accepted`: speculated tokens of all choices.
+    `drafted`, `accepted`: speculated tokens of all choices. `held_bytes`: of log-probabilities that wait for the end of the answer.
     """
 
     request_id: str
@@ -126,6 +126,7 @@ class Ticket:
     drafted: int = 0
     accepted: int = 0
     generated_tokens: int = 0
+    held_bytes: int = 0
     open_choices: set[int] = field(default_factory=set)
     closed: bool = False
     fingerprint: bytes = b""

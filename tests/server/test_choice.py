@@ -1,8 +1,11 @@
 """A choice gets several tokens per step when drafts are kept; it must end where it would have ended with one."""
 
+import tracemalloc
+
 from engine.request import FinishReason, Output, TokenLogprob
 from server.answers import usage_of
-from server.choice import Choice, EndRules
+from server.choice import ENTRY_BYTES, Choice, EndRules
+from server.output_parser import Delta, DeltaKind
 
 
 class WordParser:
@@ -71,3 +74,42 @@ def test_usage_tells_what_speculation_did_only_when_it_did_something():
         "accepted_prediction_tokens": 3,
         "rejected_prediction_tokens": 5,
     }
+
+
+class LetterParser(WordParser):
+    """Shows one letter a token, except of token 3, which has no text."""
+
+    def push(self, ids):
+        first, self.seen = len(self.seen), [*self.seen, *ids]
+        return [Delta(DeltaKind.CONTENT, "x", tokens=(first + i,)) for i, token in enumerate(ids) if token != 3]
+
+
+def held(*tokens, streamed):
+    """Bytes held after each token, once its pieces were given out."""
+    choice = Choice(0, LetterParser(), EndRules(1), token_bytes=lambda token: b"%d" % token, streamed=streamed)
+    alternatives = TokenLogprob(-0.5, [(5000 + i, -1.5 - i) for i in range(20)])
+    after = []
+    for token in tokens:
+        for piece in choice.feed(Output("r", [token], logprobs=(alternatives,))):
+            assert len(choice.logprobs(piece)) == 1
+        after.append(choice.held_bytes)
+    return after
+
+
+def test_a_stream_holds_the_log_probabilities_of_tokens_without_text_only():
+    assert held(7, 8, streamed=True) == [0, 0]
+    assert held(7, 3, 3, streamed=True) == [0, ENTRY_BYTES * 21, 2 * ENTRY_BYTES * 21]
+
+
+def test_a_whole_answer_holds_all_of_them():
+    assert held(7, 3, 8, streamed=False) == [ENTRY_BYTES * 21 * count for count in (1, 2, 3)]
+
+
+def test_the_size_of_an_entry_is_about_what_it_takes():
+    choice = Choice(0, LetterParser(), EndRules(1), token_bytes=lambda token: b"%d" % token)
+    alternatives = TokenLogprob(-0.5, [(5000 + i, -1.5 - i * 0.37) for i in range(20)])
+    tracemalloc.start()
+    kept = [choice._entry(7, alternatives) for _ in range(300)]
+    taken = tracemalloc.get_traced_memory()[0] / len(kept) / 21
+    tracemalloc.stop()
+    assert 0.7 * taken < ENTRY_BYTES < 1.4 * taken

@@ -253,10 +253,9 @@ def test_health_answers_while_a_large_prompt_is_tokenised(fake: FakeServer) -> N
         target=lambda: results.append(httpx.post(f"{fake.url}/tokenize", content=body, headers=headers, timeout=60).status_code)
     )
     worker.start()
-    slowest = 0.0
+    meanwhile = 0
     while worker.is_alive():
-        began_s = time.monotonic()
         assert httpx.get(f"{fake.url}/health", timeout=10).status_code == 200
-        slowest = max(slowest, time.monotonic() - began_s)
+        meanwhile += worker.is_alive()
     assert results == [200]
-    assert slowest < 1.0
+    assert meanwhile >= 3, "a loop that tokenises answers before and after it"

@@ -71,10 +71,10 @@ async def test_the_client_furthest_behind_is_ended_and_its_mail_dropped(
     for name, count in (("quick", 1), ("slow", 10), ("stuck", 19)):
         for _ in range(count):
             pool._deliver(output(name), 0.0)
-    pool.end_slowest()
+    pool.bound_memory()
     assert pool.num_open == 3, "as much as may wait"
     pool._deliver(output("slow"), 0.0)
-    pool.end_slowest()
+    pool.bound_memory()
     assert (pool.num_open, pool.slow_readers_total) == (2, 1)
     assert pool.unread_bytes == 12 * size_of(output("x"))
     with pytest.raises(ApiError) as caught:
@@ -93,6 +93,20 @@ async def test_a_client_that_is_behind_for_too_long_leaves_no_mail_behind(pool: 
     pool._deliver(output("a"), 0.0)
     with pytest.raises(ApiError, match="too slowly"):
         await ticket.mailbox.get(1)
+
+
+async def test_the_largest_answer_that_waits_for_its_end_is_ended(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pool, "MAX_HELD_BYTES", 1000)
+    small, large = accepted(pool, "small"), accepted(pool, "large")
+    small.held_bytes, large.held_bytes = 400, 600
+    pool.bound_memory()
+    assert pool.num_open == 2, "as much as may wait"
+    large.held_bytes += 1
+    pool.bound_memory()
+    assert (pool.num_open, pool.held_bytes, pool.slow_readers_total) == (1, 400, 0)
+    with pytest.raises(ApiError) as caught:
+        await large.mailbox.get(1)
+    assert (caught.value.status, caught.value.code) == (503, "answer_too_large")
 
 
 def test_what_waits_and_who_was_ended_is_in_the_metrics(pool: RankPool) -> None:
