@@ -99,7 +99,7 @@ def main() -> None:
     commands = [[*rank_command("tests.gpu.whole_model", options, rank, model, meeting), *more] for rank in range(options.ranks)]
     codes: list[int] = []
     try:
-        codes = run_together(commands, until=options.began + options.budget + GRACE_S)
+        codes = run_together(commands, own_gpus=options.device == "cuda", until=options.began + options.budget + GRACE_S)
     finally:
         show(options, data)
     if any(codes):
