@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections import Counter
@@ -26,6 +27,7 @@ REJECTIONS = ("400", "401", "404", "413", "429", "503")
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 MAX_UNKNOWN_NAMES = 256
+FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HISTOGRAMS = {
     "time_to_first_token_seconds": SECONDS,
     "inter_token_latency_seconds": SECONDS,
@@ -141,12 +143,13 @@ class FrontMetrics:
             self.observe("request_decode_time_seconds", ticket.rank, now - ticket.first_output_s)
 
     def note_unknown(self, names: list[str]) -> None:
-        """Fields that mean nothing here are counted, and logged once per name; the memory of names is bounded."""
+        """Fields that mean nothing here are counted, and logged once per name; the memory of names is bounded. What is no name may be
+        text of a conversation, which belongs into no log."""
         self.unknown_fields_total += len(names)
         for name in names:
-            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_NAMES:
+            if name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_NAMES and FIELD_NAME.fullmatch(name):
                 self._unknown_seen.add(name)
-                log.info("unknown request field %r is ignored", name[:64])
+                log.info("unknown request field %s is ignored", name)
 
     def reject(self, status: int) -> None:
         if str(status) in REJECTIONS:

@@ -191,6 +191,7 @@ def test_client_text_reaches_no_label_header_or_log(attacked: FakeServer) -> Non
     assert "fake_metric" not in exposition
     logs = "".join(path.read_text(errors="replace") for path in attacked.directory.rglob("front.log"))
     assert not [line for line in logs.splitlines() if not line.startswith("{")]
+    assert "fake_metric" not in logs, "a field's name is told if it is one"
 
 
 def test_text_that_leaves_no_stand_in_ends(attacked: FakeServer) -> None:
