@@ -176,7 +176,10 @@ def _verify(
     if mode is not None and mode not in MODES:
         raise ConfigError(f"--mode is {mode!r}", hint=f"one of: {', '.join(MODES)}")
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory", hint="dix model verify tests/golden/model")
+        vectors = "dix model verify tests/golden/model"
+        if str(directory) == "tiny":
+            raise ConfigError("the embedded model has no reference vectors", hint=f"dix model eval tiny, or for the engine {vectors}")
+        raise ConfigError(f"{directory} is not a directory", hint=vectors)
     if any(size < 0 for size in chunk or ()):
         raise ConfigError(f"--chunk is {min(chunk or ())}", hint="0 for whole prompts, or a number of tokens")
     from deepinfer_cli import verification

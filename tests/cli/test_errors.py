@@ -65,6 +65,13 @@ def test_keep_tokens_0_names_both_flags(dix: Dix) -> None:
     assert "--hicache-size-gb 0" in err
 
 
+def test_the_embedded_model_has_nothing_to_be_verified_against_and_says_what_has(dix: Dix) -> None:
+    ran = dix("model", "verify", "tiny")
+    assert (ran.code, ran.err.splitlines()[0]) == (2, "error: the embedded model has no reference vectors")
+    assert "dix model eval tiny" in ran.err
+    assert "dix model verify tests/golden/model" in ran.err
+
+
 def test_errors_are_one_line_and_one_hint(dix: Dix) -> None:
     assert dix("stop").err == "error: no server is running\n hint: dix start starts one\n"
 
