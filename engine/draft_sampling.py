@@ -18,7 +18,7 @@ from engine.draws import fixed_point, inverse_cdf, race
 from engine.models.draft import DraftSlice
 from engine.random_keys import MASK64, draws53, race_keys
 from engine.request import Sequence
-from engine.spec_decode import Proposals
+from engine.spec_decode import NO_PROPOSALS, HostTable, Proposals
 
 # Draws of drafts by rejection must be independent of all others, also of the last round's draw for the same position: the number of
 # drafts that are verified may depend on that one. So the seed moves with the place where the block starts.
@@ -95,26 +95,33 @@ class TorchDraws:
         return chosen
 
 
-class ProposalTable:
-    """Memory for what drafts are drawn from, kept from round to round: fresh pages would cost more than the draws."""
+class ProposalMemory:
+    """Memory for what drafts are drawn from, kept from round to round: fresh pages, or torch's calls, would cost as much as the draws."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
+        self._tables: dict[tuple[int, int, int], tuple[Tensor, HostTable]] = {}
 
-    def take(self, seqs: int, places: int, vocab_size: int) -> Tensor:
+    def take(self, seqs: int, places: int, vocab_size: int) -> tuple[Tensor, HostTable]:
         """[seqs, places, V] fp32, contents unspecified; it holds until the next call."""
-        count = seqs * places * vocab_size
-        if self._memory.numel() < count:
-            self._memory = torch.empty(count)
-        return self._memory[:count].view(seqs, places, vocab_size)
+        shape = seqs, places, vocab_size
+        taken = self._tables.get(shape)
+        if taken is None:
+            count = seqs * places * vocab_size
+            if self._memory.numel() < count:
+                self._memory = torch.empty(count)
+                self._tables.clear()
+            table = self._memory[:count].view(shape)
+            taken = self._tables[shape] = table, HostTable.of(table)
+        return taken
 
 
 def compiled_drafts(
-    drawing: Drawing, points: list[DraftPoint], slices: list[DraftSlice], max_drafts: int, memory: ProposalTable
+    drawing: Drawing, points: list[DraftPoint], slices: list[DraftSlice], max_drafts: int, memory: ProposalMemory
 ) -> tuple[list[list[int]], list[list[float]], Proposals]:
     """Ids, confidences and proposals of a block, as `TorchDraws` draws it."""
     free = [point for point in points if point.free]
-    proposals = Proposals(_index(free), memory.take(len(free), max_drafts, drawing.vocab_size) if free else None)
+    proposals = Proposals(_index(free), *memory.take(len(free), max_drafts, drawing.vocab_size)) if free else NO_PROPOSALS
     packed = [
         pack_choice(point.seq.request.params, point.draft_seed, point.length, 1, proposals.address(point.seq.seq_id) if point.free else 0)
         for point in points

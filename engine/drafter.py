@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from engine.choices import drawing_of
-from engine.draft_sampling import DraftPoint, ProposalTable, TorchDraws, compiled_drafts
+from engine.draft_sampling import DraftPoint, ProposalMemory, TorchDraws, compiled_drafts
 from engine.models.draft import Choose, DraftSlice
 from engine.request import Sequence
 from engine.spec_decode import NO_PROPOSALS, Proposals
@@ -64,7 +64,7 @@ class Drafter:
         self.proposals: Proposals = NO_PROPOSALS
         self.recorder: Recorder | None = None
         self._runner = runner
-        self._table = ProposalTable()
+        self._memory = ProposalMemory()
         self._end_token_ids = end_token_ids
         self._temperatures = [max(temperature, MIN_TEMPERATURE) for temperature in temperatures or [1.0] * max_drafts]
 
@@ -100,7 +100,7 @@ class Drafter:
             return self._runner.draft_greedy(slices)
         drawing = drawing_of(self._runner)
         if drawing is not None:
-            drafts, confidence, self.proposals = compiled_drafts(drawing, points, slices, self.max_drafts, self._table)
+            drafts, confidence, self.proposals = compiled_drafts(drawing, points, slices, self.max_drafts, self._memory)
             return drafts, confidence
         draws = TorchDraws(points, self.max_drafts)
         output = self._runner.draft(slices, draws.choose)

@@ -61,12 +61,7 @@ class Sampler:
     def _sample(self, logits: Tensor, rows: list[Sequence], traits: list[SamplingTraits]) -> Sampled:
         masks = row_masks(rows, logits.shape[1])
         work, errors = self._constrain(logits, rows, traits, masks)
-        chosen = work.argmax(dim=-1)
-        drawn = _drawn(traits, errors)
-        if drawn:
-            index = torch.tensor(drawn, device=logits.device)
-            chosen[index] = self._draw(work[index], [rows[i] for i in drawn])
-        tokens = chosen.tolist()
+        tokens = self._choose(work, rows, _drawn(traits, errors))
         wanted = [i for i, t in enumerate(traits) if t.logprobs and i not in errors]
         logprobs = logprobs_of(logits, tokens, rows, wanted)
         return Sampled([[token] for token in tokens], {i: [entry] for i, entry in logprobs.items()}, errors)
@@ -114,12 +109,7 @@ class Sampler:
         rows = DraftedRows.of(seqs, drafts)
         traits = [seq.traits for seq in rows.seqs]
         work, errors = self._constrain(logits, rows.seqs, traits, masks, rows.ahead)
-        tokens = work.argmax(dim=-1).tolist()
-        drawn = _drawn(traits, errors)
-        if drawn:
-            verified = _verified(work[torch.tensor(drawn, device=work.device)], rows, drawn, proposals, self._drawing())
-            for i, token in zip(drawn, verified, strict=True):
-                tokens[i] = token
+        tokens = self._judge(work, rows, _drawn(traits, errors), proposals)
         counts = None
         if self.forced is not None:
             judged = work.gather(1, torch.tensor(rows.drafts, device=work.device).clamp_(min=0)[:, None])[:, 0]
@@ -159,12 +149,30 @@ class Sampler:
             return False
         return all((seq.traits.plain_greedy or seq.traits.plain_drawn) and seq.matcher is None for seq in seqs)
 
-    def _draw(self, logits: Tensor, rows: list[Sequence]) -> Tensor:
-        """`draw`, in compiled code where there is some."""
+    def _choose(self, logits: Tensor, rows: list[Sequence], drawn: list[int]) -> list[int]:
+        """The token of every row; `drawn` need a random number."""
         drawing = self._drawing()
-        if drawing is None:
-            return draw(logits, rows)
-        return torch.tensor(drawing.choose(logits, step_choices(rows, [len(seq.token_ids) for seq in rows], [], NO_PROPOSALS)))
+        if drawing is not None:
+            return drawing.choose(logits, step_choices(rows, [len(seq.token_ids) for seq in rows], [], NO_PROPOSALS))
+        chosen = logits.argmax(dim=-1)
+        if drawn:
+            index = torch.tensor(drawn, device=logits.device)
+            chosen[index] = draw(logits[index], [rows[i] for i in drawn])
+        return chosen.tolist()
+
+    def _judge(self, logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Proposals) -> list[int]:
+        """As `_choose`, for rows of which some keep or refuse the draft that was made for them."""
+        drawing = self._drawing()
+        if drawing is not None:
+            places = [len(ids) for ids in rows.ahead]
+            positions = [len(seq.token_ids) + place for seq, place in zip(rows.seqs, places, strict=True)]
+            return drawing.choose(logits, row_choices(rows.seqs, positions, rows.drafts, places, proposals))
+        tokens: list[int] = logits.argmax(dim=-1).tolist()
+        if drawn:
+            verified = _verified(logits[torch.tensor(drawn, device=logits.device)], rows, drawn, proposals)
+            for i, token in zip(drawn, verified, strict=True):
+                tokens[i] = token
+        return tokens
 
     def _constrain(
         self,
@@ -277,13 +285,10 @@ def _drawn(traits: list[SamplingTraits], errors: dict[int, str]) -> list[int]:
     return [i for i, t in enumerate(traits) if not t.greedy and i not in errors]
 
 
-def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Proposals, drawing: Drawing | None) -> list[int]:
+def _verified(logits: Tensor, rows: DraftedRows, drawn: list[int], proposals: Proposals) -> list[int]:
     """Tokens of the rows `drawn`; logits: [len(drawn), V]. Seeded rows and rows without a draft draw, the others keep or refuse theirs."""
     seqs = [rows.seqs[i] for i in drawn]
     positions = [len(seq.token_ids) + len(rows.ahead[i]) for seq, i in zip(seqs, drawn, strict=True)]
-    if drawing is not None:
-        drafts, places = [rows.drafts[i] for i in drawn], [len(rows.ahead[i]) for i in drawn]
-        return drawing.choose(logits, row_choices(seqs, positions, drafts, places, proposals))
     probs = probabilities(logits, [seq.request.params for seq in seqs])
     judged: list[int] = []
     plain: list[int] = []

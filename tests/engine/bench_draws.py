@@ -1,9 +1,10 @@
 """What it costs to draw tokens instead of taking the most likely ones: plain steps, drafts and verify steps. Not a test.
 
-    OMP_NUM_THREADS=1 python -m tests.engine.bench_draws [MODEL_DIR] [--streams 1,8] [--rounds 30]
+    OMP_NUM_THREADS=1 python -m tests.engine.bench_draws [MODEL_DIR] [--streams 1,8] [--rounds 30] [--by torch] [--answers 6]
 
 The same sequences under different parameters, interleaved in bursts of one process. Prints medians of this thread's CPU time per call, and
-the paired ratio to greedy.
+the paired ratio to greedy. --by torch: with `engine.compiled_draws` off. --answers: rounds of whole answers at temperature 1 as well, drawn
+by compiled code and by torch, with every draft and without.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from engine.request import Request, SamplingParams
 from engine.spec_lengths import FixedLength
 from engine.step import Step
 from engine.step_runner import StepRunner
-from tests.engine.paired import make_engine, model_dir, prompts_of, start
+from tests.engine.paired import compare, make_engine, model_dir, prompts_of, show, start
 
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -102,11 +103,13 @@ def main():
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--by", choices=("compiled", "torch"), default="compiled")
+    parser.add_argument("--answers", type=int, default=0)
     args = parser.parse_args()
     start()
     model = model_dir(args.model)
     for streams in map(int, args.streams.split(",")):
-        engine = make_engine(model, streams)
+        engine = make_engine(model, streams, compiled_draws=args.by == "compiled")
         engine.drafter.policy = FixedLength()
         seqs = running(engine, model, streams)
         calls = {kind: Calls(engine, seqs, KINDS[kind]) for kind in args.kinds.split(",")}
@@ -116,6 +119,15 @@ def main():
                 middle = 1e3 * statistics.median(seconds)
                 print(f"{streams} streams, {what:<6} {kind:<12} {middle:7.3f} ms, {ratio:5.2f} of greedy", flush=True)
         engine.close()
+        if args.answers:
+            whole_answers(model, streams, args.answers)
+
+
+def whole_answers(model, streams, rounds):
+    kinds = {"torch": {"compiled_draws": False}, "compiled": {}}
+    for what, changes in (("every draft", {"enable_mtp_varlen": False}), ("no drafts", {"spec": False})):
+        engines = {name: make_engine(model, streams, **kind, **changes) for name, kind in kinds.items()}
+        show(f"{streams} streams, {what}", compare(engines, model, streams, rounds, 12, time.thread_time, temperature=1.0), "torch")
 
 
 if __name__ == "__main__":
