@@ -26,44 +26,46 @@ PAGE_PATH = Path(__file__).with_name("page.html")
 OWN_FAULTS = frozenset({"exit", "raise", "hang"})  # these leave no rank that could answer
 
 
-def page() -> Response:
-    """The page for people: one file, no external assets; what it calls needs the key."""
+async def page(_front: Front, _http: HttpRequest) -> Response:
+    """The web page: one file without external assets. The routes that it calls need the key."""
     policy = "default-src 'self'; img-src data:; script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'"
     return Response(PAGE_PATH.read_bytes(), media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": policy})
 
 
 def docs(document: Mapping[str, Any]) -> Response:
-    """The OpenAPI document for people."""
+    """The OpenAPI document as a web page."""
     return Response(docs_page(document), media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": POLICY})
 
 
-def live() -> Response:
+async def live(_front: Front, _http: HttpRequest) -> Response:
     return JsonResponse({"status": "ok"})
 
 
-def health(front: Front, *, strict: bool) -> Response:
-    """`strict` (readiness) is 503 while draining too.
+async def ready(front: Front, http: HttpRequest) -> Response:
+    """Readiness: `health`, and 503 while draining too."""
+    front.pool.check_available()
+    return await health(front, http)
 
-    Raises:
-        Unavailable: a rank is dead, hung or not ready.
-    """
+
+async def health(front: Front, _http: HttpRequest) -> Response:
+    """Raises Unavailable: a rank is dead, hung or not ready."""
     total = len(front.pool.ranks)
-    if strict or not front.pool.draining:
+    if not front.pool.draining:
         front.pool.check_available()
     if complaint := front.pool.complaint():
         raise Unavailable("engine_dead", f"not healthy: {complaint}", retry_after_s=2)
     return JsonResponse({"status": "ok", "ranks": {"ready": total, "total": total}})
 
 
-def version() -> Response:
+async def version(_front: Front, _http: HttpRequest) -> Response:
     return JsonResponse({"name": "dix", "version": FINGERPRINT.partition("-")[2]})
 
 
-def prometheus(front: Front) -> Response:
+async def prometheus(front: Front, _http: HttpRequest) -> Response:
     return Response(exposition(front.metrics.registry), media_type=CONTENT_TYPE)
 
 
-def metrics(front: Front) -> Response:
+async def metrics(front: Front, _http: HttpRequest) -> Response:
     return JsonResponse(json_document(front.metrics, front.pool, front.state))
 
 
@@ -76,12 +78,12 @@ def model_entry(front: Front) -> dict[str, Any]:
     return entry
 
 
-def models(front: Front) -> Response:
+async def models(front: Front, _http: HttpRequest) -> Response:
     return JsonResponse({"object": "list", "data": [model_entry(front)]})
 
 
-def model(front: Front, name: str) -> Response:
-    check_model(Fields({"model": name}), (front.launch.served_name,))
+async def model(front: Front, http: HttpRequest) -> Response:
+    check_model(Fields({"model": http.path_params["name"]}), (front.launch.served_name,))
     return JsonResponse(model_entry(front))
 
 
@@ -120,7 +122,7 @@ async def render(front: Front, http: HttpRequest) -> Response:
     return JsonResponse({"prompt": rendered.prompt, "tokens": rendered.token_ids, "count": len(rendered.token_ids)})
 
 
-async def reset_prefix_cache(front: Front) -> Response:
+async def reset_prefix_cache(front: Front, _http: HttpRequest) -> Response:
     """200 when every rank has forgotten its prefixes; the router forgets where they were."""
     await front.pool.operate(protocol.ResetCache)
     front.pool.router.forget(view.rank for view in front.pool.ranks)
@@ -169,16 +171,18 @@ async def _prompt(front: Front, http: HttpRequest, body: dict[str, Any]) -> tupl
     return await front.workers.run(text.tokenizer.encode, prompt, True), salt, None
 
 
-def scheduling(front: Front) -> dict[str, Any]:
+async def scheduling(front: Front, _http: HttpRequest) -> Response:
     """What decides about prompt steps, and how long one can be (null before the ranks are ready)."""
     engine, limits = front.launch.engine, front.pool.limits
-    return {
-        "prefill_any_interval": engine.prefill_any_interval,
-        "prefill_attempt_interval": engine.prefill_attempt_interval,
-        **front.intervals,
-        "prefill_vote": engine.prefill_vote,
-        "max_num_batched_tokens": limits.max_num_batched_tokens if limits is not None else None,
-    }
+    return JsonResponse(
+        {
+            "prefill_any_interval": engine.prefill_any_interval,
+            "prefill_attempt_interval": engine.prefill_attempt_interval,
+            **front.intervals,
+            "prefill_vote": engine.prefill_vote,
+            "max_num_batched_tokens": limits.max_num_batched_tokens if limits is not None else None,
+        }
+    )
 
 
 async def set_scheduling(front: Front, http: HttpRequest) -> Response:
@@ -205,7 +209,7 @@ async def set_scheduling(front: Front, http: HttpRequest) -> Response:
     finally:
         front.interval_change_pending = False
     front.intervals.update(chosen)
-    return JsonResponse(scheduling(front))
+    return await scheduling(front, http)
 
 
 async def debug_fault(front: Front, http: HttpRequest) -> Response:

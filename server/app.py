@@ -1,4 +1,4 @@
-"""The routes, and how failures become answers."""
+"""The ASGI application of a front: its routes, and how failures become answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server import admin, chat, completions
+from server import admin
 from server.errors import ApiError
 from server.front_state import Front
 from server.json_response import JsonResponse
 from server.middleware import error_headers, wrap
 from server.openapi import document
+from server.routes import ROUTES, Route
 from server.streaming import ClientGone
 from server.thinking import ALIASES
 
@@ -34,9 +35,9 @@ def create_app(front: Front) -> ASGIApp:
     )
     app.openapi = lambda: describe(front)  # type: ignore[method-assign]
     _add_failures(app, front)
-    _add_open_routes(app, front)
-    _add_generation(app, front)
-    _add_admin(app, front)
+    for route in ROUTES:
+        if route.enabled(front.config):
+            _add(app, route, front)
     if docs:
         app.get("/docs", include_in_schema=False)(lambda: admin.docs(describe(front)))
     return wrap(app, lambda: front.keys, front.metrics.reject, front.config.origins)
@@ -77,92 +78,8 @@ def _add_failures(app: FastAPI, front: Front) -> None:
     app.add_exception_handler(ClientGone, on_gone)
 
 
-def _add_open_routes(app: FastAPI, front: Front) -> None:
-    @app.get("/")
-    async def page() -> Response:
-        return admin.page()
+def _add(app: FastAPI, route: Route, front: Front) -> None:
+    async def endpoint(request: Request) -> Response:
+        return await route.handler(front, request)
 
-    @app.get("/health/live")
-    async def live() -> Response:
-        return admin.live()
-
-    @app.get("/health/ready")
-    async def ready() -> Response:
-        return admin.health(front, strict=True)
-
-    @app.get("/health")
-    @app.get("/ping")
-    async def health() -> Response:
-        return admin.health(front, strict=False)
-
-    @app.get("/version")
-    async def version() -> Response:
-        return admin.version()
-
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        return admin.prometheus(front)
-
-    @app.get("/deepinfer/metrics")
-    async def metrics() -> Response:
-        return admin.metrics(front)
-
-
-def _add_generation(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await chat.create(front, request)
-
-    @app.post("/v1/completions")
-    async def plain_completions(request: Request) -> Response:
-        return await completions.create(front, request)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return admin.models(front)
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return admin.model(front, name)
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await admin.tokenize(front, request)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await admin.detokenize(front, request)
-
-
-def _add_admin(app: FastAPI, front: Front) -> None:
-    @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
-        return await admin.reset_prefix_cache(front)
-
-    @app.post("/hicache/pin")
-    async def pin_prefix(request: Request) -> Response:
-        return await admin.pin_prefix(front, request)
-
-    @app.post("/deepinfer/cache/explain")
-    async def explain_cache(request: Request) -> Response:
-        return await admin.explain_cache(front, request)
-
-    @app.get("/deepinfer/scheduling")
-    async def scheduling() -> Response:
-        return JsonResponse(admin.scheduling(front))
-
-    @app.post("/deepinfer/scheduling")
-    async def set_scheduling(request: Request) -> Response:
-        return await admin.set_scheduling(front, request)
-
-    if front.config.debug_faults:
-
-        @app.post("/deepinfer/debug/fault")
-        async def debug_fault(request: Request) -> Response:
-            return await admin.debug_fault(front, request)
-
-    if front.config.render_route:
-
-        @app.post("/deepinfer/render")
-        async def render(request: Request) -> Response:
-            return await admin.render(front, request)
+    app.add_api_route(route.path, endpoint, methods=[route.method])

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from server.middleware import unauthorized
+from server.errors import Unauthorized
 from server.protocol import Reply
 from server.text import Text
 from server.tools import Tools
@@ -26,7 +26,7 @@ def wants_explanation(http: HttpRequest) -> bool:
     if http.headers.get(HEADER) != "1":
         return False
     if not http.state.trusted:
-        raise unauthorized(f"{HEADER} is only answered to loop-back peers while no API key is configured")
+        raise Unauthorized(f"{HEADER} is only answered to loop-back peers while no API key is configured")
     return True
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "PortInUse",
     "ServerFailed",
     "ServerUnreachable",
+    "Unauthorized",
     "Unavailable",
     "machine_error",
 ]
@@ -69,6 +70,13 @@ class BadRequest(ApiError):
 
     def __init__(self, param: str | None, message: str, code: str = "invalid_value") -> None:
         super().__init__(400, code, message, param=param)
+
+
+class Unauthorized(ApiError):
+    """The request needs an API key that is accepted, or a peer on this machine: status 401."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(401, "invalid_api_key", message, type="authentication_error")
 
 
 class Unavailable(ApiError):

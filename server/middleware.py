@@ -13,23 +13,16 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.connection import MAX_HEADER_BYTES
+from server.errors import ApiError, Unauthorized
+from server.pacing import Paced
+from server.routes import PACED_PATHS, Access, paths
 from server.tenants import key_id
-from server.turns import Paced
 
 REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version", "/", "/metrics", "/deepinfer/metrics"})
-ADMIN_PATHS = frozenset(
-    {"/reset_prefix_cache", "/hicache/pin", "/deepinfer/cache/explain", "/deepinfer/scheduling", "/deepinfer/debug/fault"}
-)
-MAX_HEADER_BYTES = 32 * 1024
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+OPEN_PATHS, OPERATOR_PATHS = paths(Access.OPEN), paths(Access.OPERATOR)
 LOOPBACK = frozenset({"127.0.0.1", "::1"})
 log = logging.getLogger("front")
-
-
-def unauthorized(message: str) -> ApiError:
-    return ApiError(401, "invalid_api_key", message, type="authentication_error")
 
 
 def wrap(app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[[int], None], origins: list[str]) -> ASGIApp:
@@ -38,7 +31,7 @@ def wrap(app: ASGIApp, keys: Callable[[], Iterable[bytes]], on_reject: Callable[
     if origins:
         exposed = ["X-Request-ID", "X-DeepInfer-Rank", "Retry-After"]
         gated = CORSMiddleware(gated, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
-    return Paced(RequestIds(gated), GENERATION_PATHS)
+    return Paced(RequestIds(gated), PACED_PATHS)
 
 
 class RequestIds:
@@ -107,18 +100,18 @@ class Gate:
             return
         if not keys:
             scope["state"]["trusted"] = is_local(scope)
-            if path in ADMIN_PATHS and not scope["state"]["trusted"]:
-                raise unauthorized("this route is only open to loop-back peers while no API key is configured")
+            if path in OPERATOR_PATHS and not scope["state"]["trusted"]:
+                raise Unauthorized("this route is only open to loop-back peers while no API key is configured")
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1:
-            raise unauthorized("send one Authorization header: Bearer <key>")
+            raise Unauthorized("send one Authorization header: Bearer <key>")
         scheme, _, key = given[0].partition(b" ")
         if scheme.lower() != b"bearer" or not key.strip():
-            raise unauthorized("send the key as: Authorization: Bearer <key>")
+            raise Unauthorized("send the key as: Authorization: Bearer <key>")
         # Every key is compared, in constant time each: the answer's timing says nothing about which one was close.
         if sum(hmac.compare_digest(key.strip(), known) for known in keys) == 0:
-            raise unauthorized("the API key is not accepted")
+            raise Unauthorized("the API key is not accepted")
         scope["state"].update(key_id=key_id(key.strip()), trusted=True)
 
     def _check_page(self, scope: Scope) -> None:

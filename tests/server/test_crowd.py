@@ -20,8 +20,8 @@ from engine.models.tiny import ensure_tiny
 from hicache.config import HiCacheConfig
 from server import launcher
 from server.config import ServerConfig
+from server.pacing import Pacer
 from server.plan import ServerPlan
-from server.turns import Turns
 from tests.server.harness import NAME, FakeServer, eventually, finish, group_pids, start_fake
 
 STREAMS = 500
@@ -114,10 +114,10 @@ async def test_more_than_the_queue_holds_is_refused_at_once_with_retry_after(cro
 
 
 async def test_turns_pass_in_order_a_few_per_iteration() -> None:
-    turns, passed, iterations = Turns(per_turn=2), [], 0
+    pacer, passed, iterations = Pacer(per_iteration=2), [], 0
 
     async def one(number: int) -> None:
-        await turns.take()
+        await pacer.wait()
         passed.append((iterations, number))
 
     tasks = [asyncio.create_task(one(number)) for number in range(7)]

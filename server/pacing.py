@@ -1,4 +1,4 @@
-"""Bursts of requests, spread over iterations of the event loop so that running streams are served in between."""
+"""Spreads bursts of requests over iterations of the event loop, so that running streams are served in between."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-PER_TURN = 2  # beginning a request takes up to about two milliseconds
+PER_ITERATION = 2  # beginning a request takes up to about two milliseconds
 
 
-class Turns:
-    """First come, first served; at most `per_turn` callers pass in one iteration of the loop."""
+class Pacer:
+    """First come, first served; at most `per_iteration` callers pass in one iteration of the loop."""
 
-    def __init__(self, per_turn: int = PER_TURN) -> None:
-        self._per_turn = per_turn
-        self._left = per_turn
+    def __init__(self, per_iteration: int = PER_ITERATION) -> None:
+        self._per_iteration = per_iteration
+        self._left = per_iteration
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._armed = False
 
-    async def take(self) -> None:
+    async def wait(self) -> None:
         loop = asyncio.get_running_loop()
         if not self._armed:
             self._armed = True
@@ -28,17 +28,17 @@ class Turns:
         if self._left > 0 and not self._waiting:
             self._left -= 1
             return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        passed = loop.create_future()
+        self._waiting.append(passed)
+        await passed
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         """A new iteration begins: let the first of those who wait pass."""
-        self._left = self._per_turn
+        self._left = self._per_iteration
         while self._waiting and self._left:
-            turn = self._waiting.popleft()
-            if not turn.done():  # the client may have left meanwhile
-                turn.set_result(None)
+            passed = self._waiting.popleft()
+            if not passed.done():  # the client may have left meanwhile
+                passed.set_result(None)
                 self._left -= 1
         self._armed = bool(self._waiting)
         if self._armed:
@@ -46,14 +46,14 @@ class Turns:
 
 
 class Paced:
-    """Requests for `paths` take turns before anything is done for them; all others pass at once."""
+    """Requests for `paths` wait for the pacer before anything is done for them; all others pass at once."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         self.app = app
         self.paths = paths
-        self.turns = Turns()
+        self._pacer = Pacer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path") in self.paths:
-            await self.turns.take()
+            await self._pacer.wait()
         await self.app(scope, receive, send)
