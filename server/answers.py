@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from server.choice import Choice, Entry
 from server.output_parser import Delta, DeltaKind
 from server.tickets import Ticket
 
+Logprobs = Mapping[DeltaKind, list[Entry]]  # of one choice, by section
 FINGERPRINT = "dix-0.1.0"
 
 
@@ -97,51 +99,28 @@ def chunk_choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-@dataclass(slots=True)
-class Message:
-    """Collects the pieces of one choice into a complete message: exactly what the deltas of a stream add up to."""
-
-    thinking: bool
-    reasoning_alias: bool = False
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: dict[DeltaKind, list[Entry]] = field(default_factory=lambda: {DeltaKind.CONTENT: [], DeltaKind.REASONING: []})
-
-    def add(self, piece: Delta, logprobs: list[Entry]) -> None:
-        match piece.kind:
-            case DeltaKind.CONTENT:
-                self.content.append(piece.text)
-            case DeltaKind.REASONING:
-                self.reasoning.append(piece.text)
-            case DeltaKind.TOOL_START:
-                self.calls.append({"id": piece.call_id, "name": piece.text, "arguments": []})
-            case DeltaKind.TOOL_ARGUMENTS:
-                self.calls[piece.call_index]["arguments"].append(piece.text)
-        if logprobs:
-            self.logprobs[piece.kind] += logprobs
-
-    def to_choice(self, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
-        text = "".join(self.content)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
-        if self.thinking:
-            message["reasoning_content"] = "".join(self.reasoning)
-            if self.reasoning_alias:
-                message["reasoning"] = message["reasoning_content"]
-        if self.calls:
-            message["tool_calls"] = [
-                {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": "".join(call["arguments"])}}
-                for call in self.calls
-            ]
-        logprobs = None
-        if with_logprobs:
-            logprobs = {"content": self.logprobs[DeltaKind.CONTENT]}
-            if self.thinking:
-                logprobs["reasoning_content"] = self.logprobs[DeltaKind.REASONING]
-        answer = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        if choice.stop_reason is not None:
-            answer["stop_reason"] = choice.stop_reason
-        return answer
+def complete_choice(choice: Choice, *, thinking: bool, reasoning_alias: bool, logprobs: Logprobs | None) -> dict[str, Any]:
+    """A whole message: exactly what the deltas of a stream add up to. logprobs: None when the request asked for none."""
+    text, reasoning = "".join(choice.content), "".join(choice.reasoning)
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not choice.calls else None}
+    if thinking:
+        message["reasoning_content"] = reasoning
+        if reasoning_alias:
+            message["reasoning"] = reasoning
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
+            for call in choice.calls
+        ]
+    shown = None
+    if logprobs is not None:
+        shown = {"content": logprobs[DeltaKind.CONTENT]}
+        if thinking:
+            shown["reasoning_content"] = logprobs[DeltaKind.REASONING]
+    answer = {"index": choice.index, "message": message, "logprobs": shown, "finish_reason": choice.finish_reason}
+    if choice.stop_reason is not None:
+        answer["stop_reason"] = choice.stop_reason
+    return answer
 
 
 def plain_logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.answers import Head, Message, chat_delta, chunk_choice, logprobs_of, new_head, timing_of, usage
-from server.choice import Choice
+from server.answers import Head, chat_delta, chunk_choice, complete_choice, logprobs_of, new_head, timing_of, usage
+from server.choice import Choice, Entry
 from server.errors import ApiError
 from server.front_state import Front
 from server.generation import Generation, begin, rank_headers, resolve_max_tokens
 from server.json_response import JsonResponse
-from server.output_parser import Delta
+from server.output_parser import Delta, DeltaKind
 from server.rendering import RenderedPrompt
 from server.schemas import CommonRequest, default_max_tokens, parse_common
 from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
@@ -75,12 +75,15 @@ async def create(front: Front, http: HttpRequest) -> Response:
 
 
 async def _complete(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> dict[str, Any]:
-    alias = generation.front.config.reasoning_alias
-    messages = [Message(rendered.thinking.enabled, alias) for _ in generation.choices]
+    thinking, alias = rendered.thinking.enabled, generation.front.config.reasoning_alias
+    logprobs: list[dict[DeltaKind, list[Entry]]] = [{kind: [] for kind in DeltaKind} for _ in generation.choices]
     async for batch in generation.pieces():
         for choice, piece in batch or ():
-            messages[choice.index].add(piece, choice.logprobs(piece))
-    choices = [message.to_choice(choice, request.logprobs) for message, choice in zip(messages, generation.choices, strict=True)]
+            logprobs[choice.index][piece.kind] += choice.logprobs(piece)
+    choices = [
+        complete_choice(choice, thinking=thinking, reasoning_alias=alias, logprobs=logprobs[choice.index] if request.logprobs else None)
+        for choice in generation.choices
+    ]
     explained = await generation.explanation(rendered.tools, rendered.spliced)
     return {**head.with_choices(choices), "usage": usage(generation.ticket, generation.choices), **explained}
 

@@ -11,12 +11,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.answers import Head, new_head, plain_logprobs, usage_of
-from server.choice import Choice
+from server.choice import Choice, Entry
 from server.errors import ApiError
 from server.front_state import Front
 from server.generation import Batch, Generation, begin, merged, rank_headers, resolve_max_tokens
 from server.json_response import JsonResponse
-from server.output_parser import Delta
 from server.schemas import CommonRequest, parse_common, parse_prompts, refuse_plain_extras
 from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
 
@@ -90,22 +89,22 @@ def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str
 
 
 async def _complete(generations: list[Generation], request: CommonRequest, head: Head) -> dict[str, Any]:
-    results = await asyncio.gather(*(_collect(generation) for generation in generations))
+    collected = await asyncio.gather(*(_collect(generation) for generation in generations))
     choices: list[dict[str, Any]] = []
-    for generation, texts in zip(generations, results, strict=True):
-        for choice, pieces in zip(generation.choices, texts, strict=True):
-            entries = [entry for piece in pieces for entry in choice.logprobs(piece)]
-            logprobs = plain_logprobs(entries, 0) if request.logprobs else None
-            choices.append(_choice(len(choices), "".join(piece.text for piece in pieces), choice.finish_reason, logprobs, choice))
+    for generation, entries in zip(generations, collected, strict=True):
+        for choice in generation.choices:
+            logprobs = plain_logprobs(entries[choice.index], 0) if request.logprobs else None
+            choices.append(_choice(len(choices), "".join(choice.content), choice.finish_reason, logprobs, choice))
     return {**head.with_choices(choices), "usage": _usage(generations), **await generations[0].explanation()}
 
 
-async def _collect(generation: Generation) -> list[list[Delta]]:
-    pieces: list[list[Delta]] = [[] for _ in generation.choices]
+async def _collect(generation: Generation) -> list[list[Entry]]:
+    """Wait for the end of a generation. Returns the log-probabilities of every choice."""
+    entries: list[list[Entry]] = [[] for _ in generation.choices]
     async for batch in generation.pieces():
         for choice, piece in batch or ():
-            pieces[choice.index].append(piece)
-    return pieces
+            entries[choice.index] += choice.logprobs(piece)
+    return entries
 
 
 async def _events(generations: list[Generation], request: CommonRequest, head: Head) -> AsyncIterator[bytes]:
