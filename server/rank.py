@@ -24,6 +24,7 @@ from server.heartbeat import HeartbeatFile, start_process_thread
 from server.launch import Launch, load_launch, resolve
 from server.logs import open_log
 from server.stillness import LoopWatch
+from server.totals import Record, without_baseline
 
 IDLE_WAIT_MS = 20
 STATS_INTERVAL_S = 0.5
@@ -111,7 +112,7 @@ class RankLoop:
         self.on_warm = on_warm
         self.clock = clock
         self.stopping = False
-        self._baseline: dict[str, Any] = {}
+        self._baseline: Record = {}
         self._stats_due_s = 0.0
         self._changes: list[protocol.SetScheduling] = []
 
@@ -223,24 +224,7 @@ class RankLoop:
             return
         self._stats_due_s = now + STATS_INTERVAL_S
         # Also when nothing changed: the front can then tell how old the figures are.
-        self.link.send(protocol.Stats(subtract_totals(self.engine.stats(), self._baseline)))
-
-
-def subtract_totals(record: dict[str, Any], baseline: dict[str, Any], counting: bool = False) -> dict[str, Any]:
-    """The record without what the warm-up request counted. Only counters shrink: `*_total` leaves, and all leaves of a `*_total` dict.
-
-    `kv.tokens_total` is a capacity in spite of its name, and steps are counted from the start.
-    """
-    result: dict[str, Any] = {}
-    for key, value in record.items():
-        base, is_counter = baseline.get(key), counting or key.endswith("_total")
-        if isinstance(value, dict):
-            result[key] = value if key == "kv" else subtract_totals(value, base if isinstance(base, dict) else {}, is_counter)
-        elif is_counter and key != "steps_total" and isinstance(base, (int, float)):
-            result[key] = value - base
-        else:
-            result[key] = value
-    return result
+        self.link.send(protocol.Stats(without_baseline(self.engine.stats(), self._baseline)))
 
 
 class ProgressReport:

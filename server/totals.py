@@ -69,3 +69,20 @@ def counters_only(record: Record, counting: bool = False) -> Record:
         else:
             result[key] = value if is_counter else 0
     return result
+
+
+def without_baseline(record: Record, baseline: Record, counting: bool = False) -> Record:
+    """The record without what its counters had reached in `baseline`: `*_total` leaves, and all leaves of a `*_total` dict.
+
+    The capacity `kv.tokens_total` is no counter, and steps are counted from the start.
+    """
+    result: Record = {}
+    for key, value in record.items():
+        base, is_counter = baseline.get(key), counting or key.endswith("_total")
+        if isinstance(value, dict):
+            result[key] = value if key == "kv" else without_baseline(value, base if isinstance(base, dict) else {}, is_counter)
+        elif is_counter and key != "steps_total" and isinstance(base, (int, float)):
+            result[key] = value - base
+        else:
+            result[key] = value
+    return result

@@ -21,13 +21,13 @@ from server.fields import Fields
 from server.heartbeat import PROCESS_DEAD_S, HeartbeatFile
 from server.json_body import decode
 from server.logs import tail
-from server.rank import ProgressReport, RankLoop, subtract_totals
+from server.rank import ProgressReport, RankLoop
 from server.restart_policy import RestartPolicy
 from server.schemas import Bounds, parse_common
 from server.start_checks import read_keys
 from server.state import server_dir
 from server.tickets import Mailbox
-from server.totals import added, counters_only, empty_record, merged
+from server.totals import added, counters_only, empty_record, merged, without_baseline
 
 BOUNDS = Bounds(("m",), 4096, 393216)
 
@@ -137,7 +137,7 @@ def test_warm_up_is_taken_out_of_counters_only() -> None:
         "miss_total": {"bypass": 1, "short": 2},
         "running": 2,
     }
-    assert subtract_totals(now, base) == {
+    assert without_baseline(now, base) == {
         "steps_total": 5, "kv": {"tokens_total": 10}, "tokens": {"prompt_total": 7}, "miss_total": {"bypass": 0, "short": 2}, "running": 2,
     }  # fmt: skip
 
