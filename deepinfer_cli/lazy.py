@@ -42,7 +42,7 @@ class LazyGroup(TyperGroup):
         if entry.group:
             built: Any = get_command(group_app(cmd_name, entry.summary, found))
         else:
-            built = get_command(command_app(found))
+            built = without_argument_types(get_command(command_app(found)))
         built.name = cmd_name
         return built
 
@@ -66,6 +66,14 @@ def command_app(function: Any) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT)(function)
     return app
+
+
+def without_argument_types(command: Any) -> Any:
+    """Its help names arguments as the usage line does. Typer would add their Python types, such as <list[str]>."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: ""
+    return command
 
 
 def group_app(name: str, summary: str, table: dict[str, Lazy]) -> typer.Typer:

@@ -14,7 +14,7 @@ from deepinfer_cli.options import command
 from engine.errors import MachineError
 from hicache.errors import ConfigError
 
-Only = Annotated[list[str] | None, typer.Argument(metavar="[CASE …]", help="Cases whose name contains this; all without any.")]
+Only = Annotated[list[str] | None, typer.Argument(metavar="CASE", help="Cases whose name contains this; all without any.")]
 Device = Annotated[str, typer.Option("--device", metavar="auto|cuda|cpu", help="cpu: small shapes, a functional check.")]
 Listing = Annotated[bool, typer.Option("--list", help="List the cases and what is asked of them; measure nothing.")]
 

@@ -12,6 +12,11 @@ NEXT = [
     ("serve", "dix serve tiny", "then open http://127.0.0.1:8888"),
     ("measure", "dix bench run smoke && dix report", "needs a server: dix start"),
 ]
+NEXT_TO_A_SERVER = [
+    ("talk", "dix chat", "or open the address in a browser"),
+    ("measure", "dix bench run smoke && dix report", "a short run and its report"),
+    ("stop", "dix stop", "end the server and everything it started"),
+]
 
 
 def overview() -> int:
@@ -28,6 +33,7 @@ def overview() -> int:
         mark = "" if run.get("valid") else " · not valid"
         call.ui.print(f"  run      {run.get('id')}  {run.get('status')}{mark}", "quiet")
     call.ui.table(
-        [Column("", right=False), Column("", right=False, role="accent"), Column("", right=False)], [(f"  {a}", b, c) for a, b, c in NEXT]
+        [Column("", right=False), Column("", right=False, role="accent"), Column("", right=False)],
+        [(f"  {a}", b, c) for a, b, c in (NEXT_TO_A_SERVER if running else NEXT)],
     )
     return ExitCode.OK

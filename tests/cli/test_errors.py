@@ -14,6 +14,7 @@ from deepinfer_cli import app as main_module
 from deepinfer_cli.commands import config as config_command
 from hicache.errors import ConfigError, DixError, MachineError
 from server.errors import ServerUnreachable
+from server.state import ServerState, record_self
 
 Dix = Callable[..., Any]
 
@@ -138,6 +139,15 @@ def test_dix_alone_shows_what_to_do_next(dix: Dix) -> None:
     assert ran.code == 0
     for words in ("nothing running", "dix chat tiny", "dix serve tiny", "dix bench run smoke"):
         assert words in ran.out
+
+
+def test_dix_beside_a_running_server_names_what_can_be_done_with_it(dix: Dix, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = ServerState("t", "u", "b", "127.0.0.1", 8901, "tiny", "tiny", "ready", record_self("supervisor"))
+    monkeypatch.setattr("deepinfer_cli.commands.overview.list_servers", lambda _state: [running])
+    out = dix().out
+    assert "t at http://127.0.0.1:8901" in out
+    assert "dix stop" in out
+    assert "dix serve tiny" not in out
 
 
 def test_version_is_one_line(dix: Dix) -> None:
