@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from engine.request import Output, Request, SamplingParams, TokenLogprob
+from engine.request import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from server import protocol, rank_pool, tickets
+from server.choice import ENTRY_BYTES, Choice, EndRules
+from server.config import ServerConfig
 from server.errors import ApiError
+from server.generation import Generation
 from server.metrics import FrontMetrics, json_document
 from server.prometheus import RankCollector, exposition
 from server.prompt_keys import prompt_keys
 from server.rank_pool import RankPool
 from server.tickets import Mailbox, Ticket, size_of
+from tests.server.test_choice import LetterParser
 
 
 def accepted(pool: RankPool, name: str) -> Ticket:
@@ -107,6 +113,33 @@ async def test_the_largest_answer_that_waits_for_its_end_is_ended(pool: RankPool
     with pytest.raises(ApiError) as caught:
         await large.mailbox.get(1)
     assert (caught.value.status, caught.value.code) == (503, "answer_too_large")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_request_tells_what_it_holds_and_hears_that_it_is_too_much(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch, streamed: bool
+) -> None:
+    monkeypatch.setattr(rank_pool, "MAX_HELD_BYTES", 5 * 21 * ENTRY_BYTES)
+    front: Any = SimpleNamespace(pool=pool, config=ServerConfig())
+    choice = Choice(0, LetterParser(), EndRules(1), lambda _: b"x", streamed=streamed)  # type: ignore[arg-type]
+    generation = Generation(front, accepted(pool, "a"), [choice], [1, 2, 3])
+
+    async def answer() -> int:
+        given = 0
+        async for batch in generation.pieces():
+            given += sum(len(choice.logprobs(piece)) for choice, piece in batch or ())
+            pool.bound_memory()
+            last = Output("a", [1], FinishReason.LENGTH) if given == 9 else output("a", 1, 20)
+            pool._deliver(last, 0.0)
+        return given
+
+    pool._deliver(output("a", 1, 20), 0.0)
+    if streamed:
+        assert await answer() == 9
+    else:
+        with pytest.raises(ApiError) as caught:
+            await answer()
+        assert caught.value.code == "answer_too_large"
 
 
 def test_what_waits_and_who_was_ended_is_in_the_metrics(pool: RankPool) -> None:
