@@ -130,7 +130,8 @@ class CostModel:
         """Seconds of steps that verify 1, 2, ..., `most` drafts in all."""
         curve, (per_seq_s, per_draft_s, _) = self._seconds(num_seqs + most), self._at(num_seqs).known
         fixed_s = per_seq_s * num_seqs
-        return [max(curve[num_seqs + count] + fixed_s + per_draft_s * count, LEAST_S) for count in range(1, most + 1)]
+        seconds = [curve[num_seqs + count] + fixed_s + per_draft_s * count for count in range(1, most + 1)]
+        return seconds if min(seconds, default=LEAST_S) >= LEAST_S else [max(one, LEAST_S) for one in seconds]
 
     def draft_s(self, num_seqs: int) -> float:
         _, _, factor = self._at(num_seqs).known
@@ -156,5 +157,6 @@ class CostModel:
 
     def _seconds(self, rows: int) -> list[float]:
         """The curve's seconds by rows, up to `rows` at least."""
-        self._curve.extend(self._steps(size) for size in range(len(self._curve), rows + 1))
+        if rows >= len(self._curve):
+            self._curve.extend(self._steps(size) for size in range(len(self._curve), rows + 1))
         return self._curve

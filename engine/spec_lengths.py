@@ -192,9 +192,9 @@ class ThroughputLength:
             for place, rate in enumerate(row):
                 typical[place] += share * (rate - typical[place])
                 if place < length:
-                    expected[place] = expected[place] * _DECAY + rate
-                    counts[place] = counts[place] * _DECAY + (place < kept)
-                    correction[place] = min(counts[place] / expected[place], 2.0)
+                    expected[place] = predicted = expected[place] * _DECAY + rate
+                    counts[place] = right = counts[place] * _DECAY + (place < kept)
+                    correction[place] = right / predicted if right < 2.0 * predicted else 2.0
 
     def observe_cost(self, rows: int, num_seqs: int, seconds: float) -> None:
         self.cost.observe(rows, num_seqs, seconds)
