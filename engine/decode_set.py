@@ -54,16 +54,17 @@ class DecodeSet:
             last, remaining = count - 1, seq.max_len - count
             if seq.flights and remaining <= 1:
                 continue
-            if max_drafts:
-                self._reserve(seq, min(remaining - 1, seq.pending + max_drafts))
+            room, more = len(table) * block_size - count, seq.pending + max_drafts
+            if max_drafts and room < more:
+                self._reserve(seq, min(remaining - 1, more))
+                room = len(table) * block_size - count
             history = tuple(token_ids[last - history_len : last] if last >= history_len else token_ids[:last])
             slices.append(SequenceSlice([token_ids[last]], last, count, table, seq.state_slot, history))
-            room = len(table) * block_size - count
             room = room if room < remaining else remaining - 1
             rooms.append(room)
             seqs.append(seq)
             seq.flights += 1
-            seq.pending = 1 + (min(max_drafts, room) if max_drafts else 0)
+            seq.pending = 1 + (room if room < max_drafts else max_drafts)
         step.rows.extend(seqs)
         self.num_in_flight += bool(seqs)
         return step
