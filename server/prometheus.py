@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from server.metrics import FrontMetrics
-from server.rank_pool import RankPool, RankView
+from server.rank_pool import RankPool
+from server.rank_view import RankView
 from server.totals import Record, added
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

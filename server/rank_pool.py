@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -21,47 +20,17 @@ from server.heartbeat import HeartbeatFile
 from server.operations import Operations, results
 from server.prompt_keys import PromptKeys
 from server.rank_index import RankIndexes
+from server.rank_view import RankView
 from server.route_cost import RankLoad, shared_queues
 from server.router import Router
 from server.tickets import Ticket
-from server.totals import Record, added, counters_only, empty_record, merged
+from server.totals import added, counters_only, empty_record, merged
 
 SWEEP_S = 0.1
 MAX_UNREAD_BYTES = 256 * 2**20  # of outputs that wait for all clients together
 MAX_HELD_BYTES = 4 * 2**30  # of log-probabilities that wait for the ends of their answers
-# Of prompts that wait for one rank, 40 bytes each here and 50 there: more than any rank prefills until `server.queue_timeout_s` is over.
-MAX_QUEUED_TOKENS = 32 * 2**20
 MAX_BATCH = 8  # a stream spends about 0.1 ms on an output, 0.5 ms on its last one
 log = logging.getLogger("front")
-
-
-@dataclass(slots=True)
-class RankView:
-    """What the front knows of one rank of the present incarnation. `retired` sums the counters of earlier incarnations.
-
-    report_unix_s: when `stats` arrived, 0 before the first.
-    """
-
-    rank: int
-    pid: int = 0
-    limits: protocol.RankLimits | None = None
-    stats: Record = field(default_factory=empty_record)
-    report_unix_s: float = 0.0
-    retired: Record = field(default_factory=empty_record)
-    tickets: dict[str, Ticket] = field(default_factory=dict)
-
-    @property
-    def queued_tokens(self) -> int:
-        return sum(ticket.queued_tokens for ticket in self.tickets.values() if ticket.queued)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens that the rank keeps for later, whatever it will find of them in its cache; every choice has its own."""
-        return sum(ticket.prompt_len * len(ticket.open_choices) for ticket in self.tickets.values() if ticket.queued)
-
-    @property
-    def sequences(self) -> int:
-        return sum(len(ticket.open_choices) for ticket in self.tickets.values())
 
 
 class RankPool:
@@ -170,7 +139,7 @@ class RankPool:
             Unavailable: not serving. ApiError: 429 when the chosen rank's queue is full.
         """
         self.check_available()
-        open_ranks = [view for view in self.ranks if self._has_room(view, requests)]
+        open_ranks = [view for view in self.ranks if view.has_room(requests, self.config.max_queue)]
         if not open_ranks:
             raise ApiError(429, "queue_full", "too many requests are waiting", type="rate_limit_error", retry_after_s=1)
         queued = shared_queues([view.queued_tokens for view in self.ranks], self._cp)
@@ -202,17 +171,6 @@ class RankPool:
             if other is not view:
                 self._send(other.rank, protocol.Wake())
         return ticket
-
-    def _has_room(self, view: RankView, requests: list[Request]) -> bool:
-        if view.sequences + len(requests) > self._capacity(view):
-            return False
-        waiting, more = view.waiting_tokens, len(requests[0].prompt_token_ids) * len(requests)
-        return not waiting or waiting + more <= MAX_QUEUED_TOKENS
-
-    def _capacity(self, view: RankView) -> int:
-        assert view.limits is not None
-        active = view.limits.max_num_seqs
-        return active + (self.config.max_queue or 4 * active)
 
     def close(self, ticket: Ticket) -> None:
         """The HTTP side is done with a request: abort what still runs. Calling it twice is harmless."""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from engine.request import Output, Request, SamplingParams
-from server import rank_pool
+from server import rank_view
 from server.errors import ApiError
 from server.prompt_keys import prompt_keys
 from server.rank_pool import RankPool
@@ -18,7 +18,7 @@ NAMES = itertools.count()
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_pool, "MAX_QUEUED_TOKENS", 100)
+    monkeypatch.setattr(rank_view, "MAX_QUEUED_TOKENS", 100)
 
 
 def send(pool: RankPool, tokens: int, choices: int = 1) -> Ticket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,18 @@ async def test_the_client_furthest_behind_is_ended_and_its_mail_dropped(
     assert (caught.value.status, caught.value.code) == (503, "slow_reader")
     assert len(await open_["slow"].mailbox.get(1)) == 11
     assert [record.request_id for record in caplog.records] == ["client-stuck"]  # type: ignore[attr-defined]
+
+
+async def test_the_sweep_looks_for_it_by_itself(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pool, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(rank_pool, "SWEEP_S", 0.001)
+    ticket = accepted(pool, "a")
+    pool._deliver(output("a"), 0.0)
+    sweep = asyncio.create_task(pool.sweep_forever())
+    async with asyncio.timeout(10):
+        while not ticket.closed:
+            await asyncio.sleep(0.001)
+    sweep.cancel()
 
 
 async def test_a_client_that_is_behind_for_too_long_leaves_no_mail_behind(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
