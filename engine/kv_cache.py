@@ -153,7 +153,7 @@ class KVCache:
     def load_window(self, slot: int, position: int, src: Tensor) -> None:
         """Put a window that `save_window` took at `position` into `slot`. src: uint8 [state_bytes], on any device."""
         rows, absent = self._window_rows(slot, position)
-        state = src.to(self.rings.device).view(self.rings.dtype).view(self.num_encoder_layers, self.window, -1)
+        state = src.to(self.rings.device).view(self.rings.dtype).view(self.num_encoder_layers, self.window, self.rings.shape[-1])
         self.rings[: self.num_encoder_layers].index_copy_(1, rows[absent:], state[:, absent:])
 
     def _window_rows(self, slot: int, position: int) -> tuple[Tensor, int]:

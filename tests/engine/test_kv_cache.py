@@ -8,7 +8,7 @@ from engine.config import Precision
 from engine.kv_cache import CacheShape, KVCache, block_bytes
 from engine.models.config import parse_config
 from engine.models.numerics import Numerics
-from engine.models.released import released_config
+from engine.models.released import excerpt, released_config
 from engine.ops.cache_rows import unpack_entry_rows, unpack_window_rows
 from engine.ops.compress_entries import IndexKeys, compress_entries
 from engine.ops.q8 import q8
@@ -77,6 +77,15 @@ def test_window_survives_a_round_trip_between_slots():
         rows = [p % cache.ring_rows for p in range(position - 16, position)]
         want = cache.rings[:5, cache.ring_rows :][:, rows]
         assert torch.equal(out.view(torch.float32).view(5, 16, 64), want)
+
+
+def test_window_of_a_model_without_encoder_layers_is_empty():
+    text = parse_config(excerpt([20, 21], stages=0)).text
+    cache = KVCache(text, FULL, CacheShape(block_size=128, num_blocks=2, num_state_slots=3, backtracking_tokens=6))
+    assert (cache.num_encoder_layers, cache.state_bytes) == (0, 0)
+    out = torch.empty(0, dtype=torch.uint8)
+    cache.save_window(1, 200, out)
+    cache.load_window(2, 200, out)
 
 
 def test_loading_a_window_touches_only_its_rows_of_encoder_layers():
