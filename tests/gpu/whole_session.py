@@ -75,6 +75,8 @@ class Session:
 
     def goes_on(self) -> bool:
         """Whether there is time for one more figure. The ranks agree on it; what was found before is written first."""
+        if self.options.device == "cuda":
+            self.report["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.save()
         late = time.monotonic() > self.options.began + self.options.budget
         return not self.group.max([int(late)])[0]
@@ -152,7 +154,8 @@ def engine_config(options: argparse.Namespace, sizes: Sizes, drafts: int) -> Eng
     ranks = options.ranks
     most = -(-max(sizes.batches) // ranks)
     longest = max(*sizes.prompts, sizes.context + sizes.room, max(sizes.hits) + sizes.new_tokens)
-    blocks = max(most * ((sizes.context + sizes.room) // 128 + 2), longest // 128 + 16)
+    # A third more than sequences fill: behind nine tenths no new one is admitted.
+    blocks = max(most * ((sizes.context + sizes.room) // 128 + 2) * 4 // 3, longest // 128 * 4 // 3)
     return EngineConfig(
         model=options.model, load_format="dummy", device=options.device, precision="B", dp=ranks, ep=ranks, cp=ranks,
         max_num_seqs=most, num_blocks=ranks * blocks + 1, max_num_batched_tokens=sizes.own_chunk, max_model_len=longest + 128,
@@ -177,14 +180,6 @@ def make_session(rank: int, options: argparse.Namespace) -> Session:
     LayerRuns(runner, 1, sizes.context)  # fills the cache with random rows
     session = Session(rank, options, sizes, group, runner, options.drafts)
     session.report |= {"load_s": time.monotonic() - began, "recordings": [str(r) for r in runner.recordings], "path": runner.path}
-    session.report["memory_gib"] = memory_gib(cuda)
+    session.report["memory_gib"] = torch.cuda.memory_allocated() / 2**30 if cuda else 0.0
     session.save()
     return session
-
-
-def memory_gib(cuda: bool) -> float:
-    """What the device has given out, graphs and communicators included; 0 on CPUs."""
-    if not cuda:
-        return 0.0
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30

@@ -22,7 +22,8 @@ def tables(out: Path, config: ModelConfig, sizes: Sizes, ranks: int, drafts: int
         yield f"{ranks - len(reports)} of {ranks} ranks have written nothing"
     if not reports:
         return
-    loaded = f"ready in {max(r['load_s'] for r in reports):.0f} s; {max(r['memory_gib'] for r in reports):.1f} GiB a GPU"
+    held, peak = (max(report.get(name, 0.0) for report in reports) for name in ("memory_gib", "peak_gib"))
+    loaded = f"ready in {max(r['load_s'] for r in reports):.0f} s; {held:.1f} GiB a GPU, at most {peak:.1f}"
     yield "; ".join([f"{config.text.num_hidden_layers} layers, {ranks} ranks, {drafts} drafts", loaded, *reports[0]["recordings"]])
     yield from _steps(reports, "decode", reports[0]["path"], config, sizes, ranks, drafts)
     yield from _drafts(reports, ranks)
