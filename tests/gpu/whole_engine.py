@@ -65,10 +65,11 @@ class Asker:
             self.add(prefix + self.ids(self.session.sizes.suffix), 10**6, True, False)
         for _ in range(START_STEPS):
             self.engine.step()
-            if not self.session.group.max([count - len(self.engine.scheduler.running)])[0]:
-                break
-        assert len(self.engine.scheduler.running) == count, f"{len(self.engine.scheduler.running)} of {count} sequences run"
-        self.engine.drafter = drafter
+            [missing] = self.session.group.max([count - len(self.engine.scheduler.running)])
+            if not missing:
+                self.engine.drafter = drafter
+                return
+        raise AssertionError(f"a rank still lacks {missing} running sequences after {START_STEPS} steps")
 
     def stop(self) -> None:
         for seq in list(self.engine.scheduler.running):
@@ -98,6 +99,7 @@ class Asker:
             "step": statistics.median(times) * 1e3,
             "seconds": sum(times),
             "tokens": sum(len(output.token_ids) for output in outputs),
+            "cached": min((seq.cached_tokens or 0 for seq in self.engine.scheduler.running), default=0),
             "accept": 1 + sum(output.accepted for output in verified) / len(verified) if verified else 0.0,
         }
 

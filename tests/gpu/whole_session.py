@@ -169,7 +169,8 @@ def engine_config(options: argparse.Namespace, sizes: Sizes, drafts: int) -> Eng
 def make_session(rank: int, options: argparse.Namespace) -> Session:
     """Loads and records. On CPUs nothing is recorded by itself; there a recorder that records nothing runs the same code."""
     cuda = options.device == "cuda"
-    torch.set_num_threads(torch.get_num_threads() if cuda else 1)
+    if not cuda:
+        torch.set_num_threads(1)
     sizes = SIZES[options.device]
     began = time.monotonic()
     group = GlooGroup(rank, options.ranks, init_file=options.meeting, timeout_s=PEER_S)
