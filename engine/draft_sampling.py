@@ -16,6 +16,7 @@ from engine.choices import Choices, Drawing, pack_choice
 from engine.distribution import probabilities
 from engine.draws import fixed_point, inverse_cdf, race
 from engine.models.draft import DraftSlice
+from engine.ops.sample_rows import largest_rows
 from engine.random_keys import MASK64, draws53, race_keys
 from engine.request import Sequence
 from engine.spec_decode import NO_PROPOSALS, HostTable, Proposals
@@ -75,7 +76,7 @@ class TorchDraws:
     def choose(self, place: int, logits: Tensor) -> Tensor:
         """logits: [B, V]. Returns [B] int64; behind `max_drafts` places, which nobody uses, the most likely ids."""
         if place >= self._max_drafts:
-            return logits.argmax(dim=-1)
+            return largest_rows(logits)[0]
         device = logits.device
         index = None if self._everyone else torch.tensor(self._drawn, device=device)
         probs = probabilities(logits if index is None else logits[index], self._params)
@@ -90,7 +91,7 @@ class TorchDraws:
             self._probs.append(own)
         if index is None:
             return tokens
-        chosen = logits.argmax(dim=-1)
+        chosen = largest_rows(logits)[0]
         chosen[index] = tokens
         return chosen
 

@@ -19,7 +19,7 @@ from engine.draws import fixed_point, inverse_cdf, race
 from engine.forced_accept import ForcedAccept
 from engine.logit_edits import LogitEdits
 from engine.logprobs import logprobs_of
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, sample_rows
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Mode, largest_rows, sample_rows
 from engine.random_keys import Purpose, draws53, race_keys
 from engine.readout import Largest, Readout, row_errors, to_device
 from engine.request import SamplingTraits, Sequence
@@ -225,7 +225,7 @@ def _constrained(logits: Tensor, work: Tensor, masks: RowMasks) -> Tensor:
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, NaN before all others, and its id, the first of equals. logits: [R, V]. Returns [R], [R] int64."""
     if logits.device.type != "cpu":
-        best, ids = logits.max(dim=-1)
+        ids, best = largest_rows(logits)
         return best, ids
     # numpy's arg-max is vectorised, many times as fast as torch's.
     table = logits.numpy()

@@ -23,6 +23,7 @@ from engine.ops.dense_linear import dense_linear
 from engine.ops.hyper_streams import collapse
 from engine.ops.rms_norm import rms_norm
 from engine.ops.rope import rotation
+from engine.ops.sample_rows import largest_rows
 from engine.ops.sparse_attention import Selection
 
 # Chooses the proposals of one place in the block: (place, logits [B, V] fp32) -> [B] int64.
@@ -147,4 +148,4 @@ def draft_columns(slices: list[DraftSlice]) -> NDArray[np.int32]:
 
 def most_likely(place: int, logits: Tensor) -> Tensor:
     """Greedy choice. logits: [B, V]; returns [B] int64."""
-    return logits.argmax(-1)
+    return largest_rows(logits)[0]

@@ -55,6 +55,21 @@ def sample_rows(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Ten
     return result
 
 
+def largest_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Id of the largest logit of every row, the first of equals, and that logit. logits: [R, V]; as `sample_rows` of greedy rows.
+
+    On a GPU by the kernel of `sample_rows`, where that op uses it, else by the library.
+    """
+    rows = len(logits)
+    if not rows or not logits.is_cuda or SAMPLE_ROWS.backend == "reference" or logits.dtype != torch.float32:
+        best, ids = logits.max(dim=-1)
+        return ids, best
+    # What greedy rows do not use, in any type; made anew, because memory of a recorded step belongs to its graph.
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    draws = Draws(zeros.view(torch.float32)[:rows], zeros.view(torch.int32)[:rows], zeros, kinds=frozenset({Mode.GREEDY}))
+    return sample_rows(logits, draws, logits.shape[1])
+
+
 def _reference(logits: Tensor, draws: Draws, num_ids: int) -> tuple[Tensor, Tensor]:
     logits = logits[:, :num_ids]
     best, ids = logits.max(dim=-1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.draws import FIXED_ONE
-from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode
+from engine.ops.sample_rows import SAMPLE_ROWS, Draws, Filters, Mode, largest_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -14,6 +14,14 @@ def native(device):
     from engine.ops.cuda.sample_rows import launch
 
     return launch
+
+
+@pytest.fixture
+def native_backend(native):
+    before = SAMPLE_ROWS.backend
+    SAMPLE_ROWS.use("cuda")
+    yield
+    SAMPLE_ROWS.use(before)
 
 
 def draws(rows, filtered, first=0):
@@ -64,3 +72,23 @@ def test_rows_without_a_finite_maximum_give_some_id_and_say_so(native):
     assert (best[3:6] == float("inf")).all()
     assert (best[6:9] == -float("inf")).all()
     assert ((ids >= 0) & (ids < 5000)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 96])
+@pytest.mark.parametrize("width", [7, 1000, 129_280])
+def test_the_first_of_equal_largest_logits_is_taken_eagerly_and_recorded(native_backend, rows, width):
+    """Few values, so that every row has ties, in rows that are parts of longer ones."""
+    torch.manual_seed(rows + width)
+    whole = torch.randint(-3, 4, (rows, width + 24), device="cuda").float()
+    logits = whole[:, :width]
+    want_best = logits.amax(-1)
+    want_ids = (logits == want_best[:, None]).int().argmax(-1)
+    ids, best = largest_rows(logits)
+    assert torch.equal(ids, want_ids)
+    assert torch.equal(best, want_best)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded, _ = largest_rows(logits)
+    whole.copy_(whole.flip(0))
+    graph.replay()
+    assert torch.equal(recorded, want_ids.flip(0))
