@@ -1,4 +1,4 @@
-"""Recorded steps that hold NCCL collectives, on one GPU: a group of one rank that exchanges rows with itself, against eager steps.
+"""Recorded steps that hold exchanges of rows, on one GPU: a group of one rank that exchanges rows with itself, against eager steps.
 
 What a peer adds is tested without GPUs in `tests/parallel/test_recorded_experts.py`; two GPUs run `tests/gpu/two_gpus.py`.
 """
@@ -20,7 +20,7 @@ from tests.models.golden import PROMPTS, Seq, decode, prefill
 from tests.models.tiny_configs import GOLDEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
-ROUTES = ("gather", "all_to_all")
+ROUTES = ("gather", "all_to_all", "peers")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +77,8 @@ def pair(group, request):
     """(eager, recorded) runners whose experts are all here and are exchanged nevertheless."""
     runners = make_runner(group, expert_exchange=request.param, enforce_eager=True), make_runner(group, expert_exchange=request.param)
     yield runners
-    runners[1].drop_recordings()
+    for runner in runners:
+        runner.close()
 
 
 def test_steps_with_collectives_are_recorded(pair):

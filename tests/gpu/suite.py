@@ -39,6 +39,7 @@ def parts(out: Path) -> dict[str, tuple[list[str], int]]:
         "kernels against references": ([*PYTEST, *many, "tests/ops"], 120),
         "gpu tests": ([*PYTEST, "-m", "gpu", *gpu_tests], 60),
         "recorded steps with collectives": ([*PYTEST, "-m", "gpu", "tests/engine/test_recorded_experts_gpu.py"], 60),
+        "ranks on one GPU": (["-m", "tests.gpu.shared_gpu", str(out / "shared")], 60),
         "batch invariance": ([*PYTEST, "-n", "3", "-m", "gpu", "tests/engine/test_batch_invariance.py"], 60),
         "golden vectors": (["-m", "tests.gpu.check", str(out), "golden"], 110),
         "where golden vectors part": (["-m", "tests.gpu.trace_rounding"], 30),

@@ -8,10 +8,12 @@ import torch
 
 from engine.distributed import GroupError
 from engine.errors import ConfigError
+from engine.model_runner import ModelRunner
 from engine.ops.peer_rows import BRING_HOME, SEND_ROWS, PeerLayout
 from engine.parallel import peer_memory
 from engine.parallel.peer_memory import OpenPeers, check_peers
 from tests.engine.simulation import run_ranks
+from tests.parallel.test_expert_parallel import golden_config
 
 LAYOUT = PeerLayout.of(3, 2, 8, 4, 2, False)
 
@@ -146,6 +148,14 @@ def test_memory_stays_until_the_process_ends_when_a_peer_is_gone(caplog):
     peers.close()
     assert device.log == []
     assert "memory of peers is not given back: rank 0 of 2 lost a peer" in caplog.text
+
+
+def test_a_runner_without_a_gpu_refuses_the_route():
+    def rank_main(world):
+        with pytest.raises(ConfigError, match="there is no peer memory on device cpu"):
+            ModelRunner(golden_config(dp=2, ep=2, expert_exchange="peers", enforce_eager=True), group=world)
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize(
