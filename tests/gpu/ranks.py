@@ -44,23 +44,26 @@ def run_together(commands: Sequence[Sequence[str]], *, own_gpus: bool = False, u
 
     When one fails, or this process is told to end, the others are ended too: they would wait for it and keep their GPUs.
     """
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    told: list[int] = []  # not an exception: it could fall between the start of a rank and its entry here
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for number, command in enumerate(commands):
             devices = {"CUDA_VISIBLE_DEVICES": str(number)} if own_gpus else {}
             ranks.append(subprocess.Popen(command, env={**os.environ, **QUIET, **devices}))
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < until:
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and not told and time.monotonic() < until:
             time.sleep(POLL_S)
         deadline = min(until, time.monotonic() + GRACE_S)  # a cause and its echo come close together; both codes tell
-        while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
+        while None in [rank.poll() for rank in ranks] and not told and time.monotonic() < deadline:
             time.sleep(POLL_S)
     finally:
         for rank in ranks:
             rank.kill()
-        codes = [rank.wait() for rank in ranks]
+        ended = [rank.wait() for rank in ranks]
         signal.signal(signal.SIGTERM, before)
-    return codes
+    if told:
+        sys.exit(128 + told[0])
+    return ended
 
 
 def exchanging_alone() -> AbstractContextManager[object]:

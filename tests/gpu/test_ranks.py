@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import psutil
+import pytest
 
 from tests.gpu.ranks import run_together
 
@@ -36,3 +38,22 @@ def test_a_script_that_is_told_to_end_leaves_no_rank() -> None:
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.wait(60) == 128 + signal.SIGTERM
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_while_a_rank_is_started_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(SystemExit) as ended:
+        run_together([SLEEP] * 2)
+    alive = [rank for rank in started if rank.poll() is None]
+    for rank in alive:
+        rank.kill()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not alive
