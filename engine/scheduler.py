@@ -78,7 +78,6 @@ class Scheduler:
         if seq is None:
             return False
         (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
-        self.counters.aborted += 1
         self._outputs.end(seq, FinishReason.ABORT)
         return True
 

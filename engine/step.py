@@ -77,7 +77,6 @@ class SchedulerCounters:
     prompt_steps: int = 0
     decode_steps: int = 0
     preemptions: int = 0
-    aborted: int = 0
     finished: int = 0
     verifications: int = 0
     verified_at: list[int] = field(default_factory=list)

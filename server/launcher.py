@@ -26,16 +26,11 @@ STOP_MARGIN_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class StopReport:
-    """What stopping a server took. `killed` lists processes that had to be killed; `clean` is False when any had to."""
+    """What stopping a server took. `killed`: pids that did not end by themselves."""
 
     name: str
-    was_running: bool
     seconds: float
     killed: list[int]
-
-    @property
-    def clean(self) -> bool:
-        return not self.killed
 
 
 def serve(plan: ServerPlan, on_event: OnEvent) -> int:
@@ -88,7 +83,7 @@ def stop(name: str, state_dir: Path, grace_s: float | None = None, *, keep_cache
         leftovers = clean_leftovers(directory)
         if not keep_cache:
             remove_cache(directory)
-        return StopReport(name, False, time.monotonic() - began_s, [record.pid for record in leftovers])
+        return StopReport(name, time.monotonic() - began_s, [record.pid for record in leftovers])
     if grace_s is not None or keep_cache:
         request = {"grace_s": grace_s, "keep_cache": keep_cache, "boot_uuid": state.boot_uuid}
         (directory / STOP_REQUEST_NAME).write_bytes(msgspec.json.encode(request))
@@ -103,4 +98,4 @@ def stop(name: str, state_dir: Path, grace_s: float | None = None, *, keep_cache
         killed.append(state.supervisor.pid)
         time.sleep(0.5)  # the kernel and the guards end the children now
     killed += [record.pid for record in clean_leftovers(directory)]
-    return StopReport(name, True, time.monotonic() - began_s, killed)
+    return StopReport(name, time.monotonic() - began_s, killed)

@@ -29,7 +29,6 @@ class SampledIds:
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self._num_ids = 0
         self._lock = threading.Lock()
-        self.spliced_total = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -63,7 +62,6 @@ class SampledIds:
                 found = self._kept.get(key)
                 if found is not None:
                     self._kept.move_to_end(key)
-                    self.spliced_total += 1
             return found
 
         return known

@@ -54,7 +54,6 @@ class ServerState:
     restarts: int = 0
     last_failure: str = ""
     started_unix_s: float = 0.0
-    ready_after_s: float = 0.0
     log_dir: str = ""
     server_dir: str = ""
     runtime_dir: str = ""

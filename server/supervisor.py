@@ -167,7 +167,7 @@ class Supervisor:
         self._serving = self._ever_ready = True
         self.phase = Phase.READY
         seconds = time.monotonic() - self._phase_since_s
-        self._record(state=Phase.READY, ready_after_s=seconds)
+        self._record(state=Phase.READY)
         self._emit(
             "ready",
             host=self.state.host,

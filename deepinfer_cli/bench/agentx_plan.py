@@ -22,7 +22,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 BASE_SEED = 42
 CACHES = ("cold", "warm", "asis")
 SLO_KEYS = ("ttft", "tpot", "e2e")
-NO_SERVER = "http://127.0.0.1:8888"
 
 
 @dataclass(frozen=True, slots=True)

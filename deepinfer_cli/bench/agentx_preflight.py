@@ -23,7 +23,6 @@ PROBE_TOKENS = 8
 SAMPLE_WORDS = 300  # about 1,000 tokens: several pages of the cache
 LOCAL_DRIFT_TOKENS = 64  # role headers and markers of one message
 MAX_DRIFT = 0.03
-BYTES_PER_REQUEST = 5_000
 SPARE_CORES = 4
 
 

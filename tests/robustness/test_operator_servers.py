@@ -244,7 +244,7 @@ def test_of_two_starts_at_once_one_serves_and_one_says_so(base: Path) -> None:
         outputs = [process.communicate(timeout=120)[0] for process in [begin(base), begin(base)]]
         assert sorted("refused:" in output for output in outputs) == [False, True], outputs
         assert sorted("ready" in output.split() for output in outputs) == [False, True], outputs
-        assert launcher.stop(NAME, base, 1.0).clean
+        assert launcher.stop(NAME, base, 1.0).killed == []
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_stopped_supervisor_does_not_stop_the_service() -> None:
         os.kill(server.state.supervisor.pid, signal.SIGSTOP)
         assert httpx.post(f"{server.url}/v1/chat/completions", json=ASK, timeout=20).status_code == 200
         os.kill(server.state.supervisor.pid, signal.SIGCONT)
-        assert server.stop().clean
+        assert server.stop().killed == []
     finally:
         finish(server)
 
@@ -164,7 +164,7 @@ def test_embedded_model_comes_back_with_empty_queues_and_its_whole_cache(tmp_pat
             ranks = server.metrics()["ranks"]
             assert [rank["kv"]["tokens_total"] for rank in ranks] == capacity
             assert [rank["kv"]["tokens_used"] for rank in ranks] == [0, 0]
-        assert launcher.stop(NAME, base, 2.0).clean
+        assert launcher.stop(NAME, base, 2.0).killed == []
     finally:
         with contextlib.suppress(launcher.ServerUnreachable):
             launcher.stop(NAME, base, 0.0)

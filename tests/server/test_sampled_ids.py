@@ -39,7 +39,6 @@ def test_answer_keeps_its_ids_only_where_the_tokenizer_would_split_it_otherwise(
     assert memory.view("s")(" a usual answer") is None
     assert memory.view("other")("Hello there") is None
     assert memory.view("s")("Hello there.") is None
-    assert memory.spliced_total == 1
 
 
 def test_half_a_character_is_not_kept(fake: FakeServer) -> None:
