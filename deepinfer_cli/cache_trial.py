@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer_cli.answer_tokens import first_difference, tokens_of
 from deepinfer_cli.api import Answer, Api, Collector, RequestRefused
 from deepinfer_cli.cache_rule import PAGE, cap
 from deepinfer_cli.live import checksum_errors, settled_metrics
@@ -48,7 +49,7 @@ class Trial:
     """Sends everything over one session, so that affinity keeps it on one rank.
 
     reference: the server that answers without the cache; the same one unless the two are to differ in something else as well.
-    tokens_of: the answer's tokens. loops: rounds of reset, cold, warm on one prompt.
+    loops: rounds of reset, cold, warm on one prompt.
     """
 
     def __init__(
@@ -58,12 +59,10 @@ class Trial:
         model: str,
         max_tokens: int,
         seed: int,
-        tokens_of: Callable[[Api, Answer], list[str]],
         loops: int,
     ) -> None:
         self.api, self.reference, self.loops = api, reference, loops
         self.random = random.Random(seed)
-        self._tokens_of = tokens_of
         self.base: dict[str, Any] = {
             "model": model,
             "temperature": 0,
@@ -144,9 +143,11 @@ class Trial:
         part.prompt_tokens += warm.prompt_tokens
         part.output_tokens += warm.output_tokens
         part.accepted_tokens += int((warm.usage.get("completion_tokens_details") or {}).get("accepted_prediction_tokens") or 0)
-        left, right = self._tokens_of(self.reference, cold), self._tokens_of(self.api, warm)
-        if left != right or cold.finish_reason != warm.finish_reason:
-            at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+        left, right = tokens_of(self.reference, cold), tokens_of(self.api, warm)
+        at = first_difference(left, right)
+        if at is None and cold.finish_reason != warm.finish_reason:
+            at = len(left)
+        if at is not None:
             part.wrong.append(f"prompt {part.prompts} ({warm.prompt_tokens} tokens, {warm.cached} cached): token {at} differs")
 
     def ask(self, messages: Messages, *, cached: bool, **fields: Any) -> Answer:
@@ -245,7 +246,8 @@ class Trial:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    at = first_difference(a, b)
+    return len(a) if at is None else at
 
 
 def _context(api: Api) -> int:

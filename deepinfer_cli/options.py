@@ -27,7 +27,11 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     "no_color": (bool, typer.Option("--no-color", help="Print without colour."), False),
     "no_progress": (bool, typer.Option("--no-progress", help="Draw no bars."), False),
 }
-CONTEXT = {"help_option_names": ["-h", "--help"]}
+# Of several commands, not of all.
+Port = Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")]
+Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")]
+AnyUrl = Annotated[str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server.")]
+Label = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="Remember this with the run; may be repeated.")]
 
 
 def command(

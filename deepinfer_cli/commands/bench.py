@@ -12,7 +12,7 @@ from deepinfer_cli.bench.recipe import load_recipe, recipe_names
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
-from deepinfer_cli.options import command
+from deepinfer_cli.options import AnyUrl, Label, Port, command
 from deepinfer_cli.servers import find_url, read_key
 from deepinfer_cli.ui import Column
 from hicache.errors import ConfigError
@@ -26,10 +26,10 @@ def _run(
     recipe: Annotated[
         str, typer.Argument(metavar="RECIPE", autocompletion=complete.recipes, help="A name from dix bench list, or a TOML file.")
     ],
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server.")] = None,
+    port: Port = None,
+    url: AnyUrl = None,
     repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Runs; several give intervals between runs.")] = 1,
-    label: Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="Remember this with the run; may be repeated.")] = None,
+    label: Label = None,
 ) -> int:
     """Run a recipe against a server and keep the run.
 
@@ -60,9 +60,9 @@ def _sweep(
     repeats: Annotated[int, typer.Option("--repeats", metavar="R", min=1, help="Runs of every cell.")] = 1,
     order: Annotated[str, typer.Option("--order", metavar="abba|random", help="How the runs of repeated cells alternate.")] = "abba",
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Served for cells that vary a setting of the server.")] = "tiny",
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server.")] = None,
-    label: Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="Remember this with the runs; may be repeated.")] = None,
+    port: Port = None,
+    url: AnyUrl = None,
+    label: Label = None,
     resume: Annotated[str, typer.Option("--resume", metavar="SWEEP", help="Go on with a sweep: skip its valid runs.")] = "",
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first run that is not valid.")] = False,
 ) -> int:

@@ -11,13 +11,11 @@ import typer
 
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.options import command
+from deepinfer_cli.options import AnyUrl, Label, Port, command
 from deepinfer_cli.servers import DEFAULT_PORT, connect, read_key
 from deepinfer_cli.units import parse_duration, parse_fraction
 from hicache.errors import ConfigError
 
-Port = Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.", show_default="the running server's")]
-Url = Annotated[str | None, typer.Option("--url", metavar="URL", help="Any OpenAI-compatible server.")]
 Traces = Annotated[str | None, typer.Option("--traces", metavar="NAME|DIR", help="bundled, small, long, public, public-256k, or files.")]
 Concurrency = Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Sessions replayed at once.")]
 Duration = Annotated[
@@ -48,14 +46,13 @@ MetricsUrls = Annotated[
 HarnessName = Annotated[str, typer.Option("--harness", metavar="NAME", help="aiperf, or fork in its own environment.")]
 Extra = Annotated[str, typer.Option("--extra", metavar="JSON", help="Fields merged into every request body.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Keep every streamed event.")]
-Label = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="Remember this with the run; may be repeated.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the harness's environment and command, start nothing.")]
 
 
 def _agentx(
     call: Invocation,
     port: Port = None,
-    url: Url = None,
+    url: AnyUrl = None,
     traces: Traces = None,
     concurrency: Concurrency = 8,
     duration: Duration = None,

@@ -13,7 +13,7 @@ from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
 from deepinfer_cli.live import checksum_errors, host_share
-from deepinfer_cli.options import command
+from deepinfer_cli.options import Port, Url, command
 from deepinfer_cli.servers import connect
 from deepinfer_cli.ui import Column
 from deepinfer_cli.units import parse_duration
@@ -37,8 +37,8 @@ REASONS = {
 
 def _stats(
     call: Invocation,
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    port: Port = None,
+    url: Url = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing; Ctrl-C ends it.")] = False,
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two looks.")] = "1s",
 ) -> int:
@@ -143,8 +143,8 @@ def row(name: str, cache: Mapping[str, Any], used: float | None) -> list[Any]:
 
 def _reset(
     call: Invocation,
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    port: Port = None,
+    url: Url = None,
 ) -> int:
     """Forget every stored prefix on all ranks.
 

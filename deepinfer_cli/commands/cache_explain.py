@@ -11,7 +11,7 @@ from deepinfer_cli.api import RequestRefused
 from deepinfer_cli.commands.render import read_body
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.options import command
+from deepinfer_cli.options import Port, Url, command
 from deepinfer_cli.servers import connect
 from hicache.errors import ConfigError
 
@@ -31,8 +31,8 @@ def _explain(
     call: Invocation,
     file: Annotated[str, typer.Argument(metavar="FILE", help="JSON body of a chat request; - reads stdin.", show_default=False)] = "",
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="A plain prompt instead.", show_default=False)] = "",
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    port: Port = None,
+    url: Url = None,
 ) -> int:
     """Show what a prompt would take from the prefix cache now, and the first token where it parts from a stored prompt.
 

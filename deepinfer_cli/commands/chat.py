@@ -14,7 +14,7 @@ import typer
 from deepinfer_cli.api import Answer, Api, Collector, RequestRefused
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
-from deepinfer_cli.options import command
+from deepinfer_cli.options import Url, command
 from deepinfer_cli.servers import connect, read_key
 from deepinfer_cli.ui import stdin_is_piped
 from hicache.errors import ConfigError, DixError
@@ -88,7 +88,7 @@ def _chat(
         str | None, typer.Argument(metavar="MODEL|URL", help="Model or server.  [default: the running server, else tiny]")
     ] = None,
     port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port of a server on this machine.")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    url: Url = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", metavar="X", min=0, help="0 always takes the likeliest token.")] = 1.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 2048,

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deepinfer_cli.api import Answer, Api, RequestRefused
+from deepinfer_cli.answer_tokens import first_difference, tokens_of
+from deepinfer_cli.api import Answer, Api
 from deepinfer_cli.cache_rule import LEAST, Predictor
 from deepinfer_cli.cache_shortfall import ArenaCounts, why_not_as_predicted
 from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.live import bounded_replays, checksum_errors, settled_metrics
-from deepinfer_cli.options import command
+from deepinfer_cli.options import Port, Url, command
 from deepinfer_cli.servers import connect
 from deepinfer_cli.text import sized
 from deepinfer_cli.ui import Column
@@ -53,8 +54,8 @@ class Turn:
 
 def _check_cache(
     call: Invocation,
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    port: Port = None,
+    url: Url = None,
     turns: Annotated[int, typer.Option("--turns", metavar="N", min=1, help="Turns of the conversation.")] = 3,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", metavar="N", help=f"Tokens of the first prompt; {LEAST} is the least.")
@@ -96,7 +97,7 @@ def _check_cache(
         from deepinfer_cli.cache_trial import Trial
 
         reference = connect(call, None, reference_url) if reference_url else api
-        code = run_programme(call, Trial(api, reference, model, max_tokens, seed, tokens_of, loops), model)
+        code = run_programme(call, Trial(api, reference, model, max_tokens, seed, loops), model)
         return tell_of_replays(call, code, before, settled_metrics(api))
     if reference_url:
         raise ConfigError("--reference-url needs --programme", hint="dix check-cache --programme --reference-url URL")
@@ -219,22 +220,6 @@ def with_reason(turn: Turn, before: ArenaCounts, after: ArenaCounts) -> Turn:
         return turn
     reason = why_not_as_predicted(turn.cached_tokens, turn.predicted_tokens, turn.predicted_without_tails, before, after)
     return dataclasses.replace(turn, reason=reason)
-
-
-def tokens_of(api: Api, answer: Answer) -> list[str]:
-    if answer.tokens:
-        return list(answer.tokens)
-    try:
-        return [str(token) for token in api.post("/tokenize", {"prompt": answer.content})["tokens"]]
-    except RequestRefused:
-        return list(answer.content)  # characters are the finest that this server lets us see
-
-
-def first_difference(left: list[str], right: list[str]) -> int | None:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 def _at(tokens: list[str], index: int) -> str:

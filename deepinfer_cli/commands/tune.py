@@ -14,7 +14,7 @@ from deepinfer_cli.exit_codes import ExitCode
 from deepinfer_cli.invocation import Invocation
 from deepinfer_cli.lazy import Lazy
 from deepinfer_cli.models import STAMP, is_tiny
-from deepinfer_cli.options import command
+from deepinfer_cli.options import Port, Url, command
 from deepinfer_cli.outputs import check_output, write_text
 from deepinfer_cli.servers import connect, read_key
 from deepinfer_cli.units import parse_duration
@@ -43,8 +43,8 @@ def _prefill_interval(
     write: Annotated[bool, typer.Option("--write", help="Put the chosen value into dix.toml and leave the server with it.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write although the model is the embedded one.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one page with plots.")] = None,
-    port: Annotated[int | None, typer.Option("--port", metavar="P", help="Port on this machine.  [default: the running server's]")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Server somewhere else.")] = None,
+    port: Port = None,
+    url: Url = None,
 ) -> int:
     """Measure how long prompts and answers wait at several prefill intervals, and pick one.
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from deepinfer_cli.answer_tokens import first_difference
 from deepinfer_cli.cache_rule import Predictor, cap
 from deepinfer_cli.cache_shortfall import ArenaCounts, why_not_as_predicted
-from deepinfer_cli.commands.check_cache import first_difference
 from tests.cli.fake_server import serving
 
 Dix = Callable[..., Any]
