@@ -137,12 +137,14 @@ def test_a_real_model_on_a_cpu_shows_the_forced_mean(eager):
     sizes = {"load_format": "dummy", "num_draft_tokens": 4, "max_model_len": 400, "num_blocks": 200, "enforce_eager": eager}
     engine = make_model_engine(force_accept_length=2.8, **sizes)
     engine.runner.native.wait()
-    for i in range(4):
-        params = SamplingParams(temperature=float(i % 2), max_tokens=40, ignore_eos=True, seed=i)
+    outputs = []
+    for i in range(4):  # greedy, coupled and free draws
+        params = SamplingParams(temperature=float(i > 0), max_tokens=40, ignore_eos=True, seed=i if i < 2 else None)
         engine.add_request(Request(f"{i}", [5, 6, 7 + i], params))
-    engine.step()
     while not engine.idle:
-        engine.step()
+        outputs += engine.step()
+    assert all(0 <= token < engine.limits.vocab_size for output in outputs for token in output.token_ids)
+    assert sum(len(output.token_ids) for output in outputs) == 4 * 40
     assert mean_length(engine) == pytest.approx(2.8, abs=0.15)
 
 
