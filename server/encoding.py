@@ -60,6 +60,31 @@ class ControlIds:
     dsml: int
 
 
+def load_chat_format(directory: Path, trust: bool = False, *, dummy: bool = False) -> tuple[Tokenizer, Encoder]:
+    """Tokenizer and encoder of a model directory. dummy: its weights are random, and the embedded model's encoder may stand in for a
+    missing one.
+
+    Raises:
+        CheckpointError, ConfigError: a file is missing, malformed or not trusted, or the tokenizer lacks control tokens.
+    """
+    path = directory / "tokenizer.json"
+    if dummy and not path.exists():
+        raise CheckpointError(f"{path} is missing", hint=f"copy a tokenizer there, or let `dix model shapes {directory}` write a stand-in")
+    tokenizer = Tokenizer.from_dir(directory)
+    if not dummy or (directory / "encoding").exists():
+        return tokenizer, load_encoder(directory, trust)
+    encoder = embedded_encoder()
+    try:
+        control_ids(encoder.dialect, tokenizer)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{directory} holds no encoding/, and the embedded model's chat format does not fit its tokenizer: {error}",
+            hint="copy encoding/ of the release, or remove tokenizer.json and let `dix model shapes` write both",
+        ) from error
+    log.warning("%s holds no encoding/: the chat format of the embedded model stands in for it", directory)
+    return tokenizer, encoder
+
+
 def load_encoder(model_dir: Path, trust: bool = False) -> Encoder:
     """Load and test the encoder of a model directory.
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import CheckpointError
 from engine.tokenizer import Tokenizer
 from server.constraints import Constraint, chat_constraint, plain_constraint
 from server.dialect import Dialect
-from server.encoding import ControlIds, Encoder, control_ids, embedded_encoder, load_encoder
+from server.encoding import ControlIds, Encoder, control_ids, load_chat_format
 from server.grammar_check import grammars_available
 from server.launch import Launch
 from server.output_parser import OutputParser
 from server.rendering import RenderedPrompt, RenderOptions, render_chat
 from server.sampled_ids import Known
 from server.turn_memory import Turns
-
-log = logging.getLogger(__name__)
 
 MAX_EFFORT = 100
 
@@ -73,10 +69,7 @@ def load_text(launch: Launch) -> Text:
         CheckpointError, ConfigError: a file is missing, malformed or not trusted.
     """
     directory = Path(launch.engine.model)
-    if launch.engine.load_format == "dummy":
-        tokenizer, encoder = _without_weights(directory, launch.server.trust_checkpoint_code)
-    else:
-        tokenizer, encoder = Tokenizer.from_dir(directory), load_encoder(directory, launch.server.trust_checkpoint_code)
+    tokenizer, encoder = load_chat_format(directory, launch.server.trust_checkpoint_code, dummy=launch.engine.load_format == "dummy")
     # A replaced engine (tests) follows no grammar.
     constrained = grammars_available() and not launch.engine_factory
     options = RenderOptions(
@@ -85,30 +78,6 @@ def load_text(launch: Launch) -> Text:
         lenient_tool_history=launch.server.lenient_tool_history,
     )
     return Text(tokenizer, encoder, options, control_ids(encoder.dialect, tokenizer), turn_ids(encoder.dialect, tokenizer))
-
-
-def _without_weights(directory: Path, trust: bool) -> tuple[Tokenizer, Encoder]:
-    """Beside random weights the chat format of the embedded model stands in for a missing one.
-
-    Raises:
-        CheckpointError: no tokenizer, or one without the control tokens of that format.
-    """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing", hint=f"copy a tokenizer there, or let `dix model shapes {directory}` write a stand-in")
-    tokenizer = Tokenizer.from_dir(directory)
-    if (directory / "encoding").exists():
-        return tokenizer, load_encoder(directory, trust)
-    encoder = embedded_encoder()
-    try:
-        control_ids(encoder.dialect, tokenizer)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{directory} holds no encoding/, and the embedded model's chat format does not fit its tokenizer: {error}",
-            hint="copy encoding/ of the release, or remove tokenizer.json and let `dix model shapes` write both",
-        ) from error
-    log.warning("%s holds no encoding/: the chat format of the embedded model stands in for it", directory)
-    return tokenizer, encoder
 
 
 def turn_ids(dialect: Dialect, tokenizer: Tokenizer) -> frozenset[int]:

@@ -80,7 +80,7 @@ def _chat_ids(directory: Path, text: str, call: Invocation) -> list[int]:
     from deepinfer_cli.commands.render import render_body
 
     body = {"messages": [{"role": "user", "content": text}], "thinking": {"type": "disabled"}}
-    return list(render_body(directory, body, call.settings.server.trust_checkpoint_code).token_ids)
+    return list(render_body(call, directory, body).token_ids)
 
 
 generate = command(_generate, sections=("engine", "hicache"), defaults=OFFLINE_DEFAULTS, leave_out=("engine.model", "engine.dp"))

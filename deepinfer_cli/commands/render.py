@@ -32,7 +32,7 @@ def _render(
     from deepinfer_cli.models import resolve_model
 
     directory, name = resolve_model(call, model)
-    rendered = render_body(directory, body, call.settings.server.trust_checkpoint_code)
+    rendered = render_body(call, directory, body)
     token_ids = list(rendered.token_ids)
     if call.json:
         call.ui.document("dix.render/1", {"model": name, "prompt": rendered.prompt, "token_ids": token_ids, "count": len(token_ids)})
@@ -57,14 +57,14 @@ def read_body(file: str) -> dict[str, Any]:
     return body
 
 
-def render_body(directory: Path, body: dict[str, Any], trust: bool) -> Any:
+def render_body(call: Invocation, directory: Path, body: dict[str, Any]) -> Any:
     """The rendered prompt. Raises: ConfigError with the field that is wrong."""
-    from engine.tokenizer import Tokenizer
-    from server.encoding import load_encoder
+    from server.encoding import load_chat_format
     from server.errors import BadRequest
     from server.rendering import render_chat
 
-    encoder, tokenizer = load_encoder(directory, trust), Tokenizer.from_dir(directory)
+    settings = call.settings
+    tokenizer, encoder = load_chat_format(directory, settings.server.trust_checkpoint_code, dummy=settings.engine.load_format == "dummy")
     try:
         return render_chat(encoder, tokenizer, body)
     except BadRequest as error:
