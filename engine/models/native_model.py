@@ -152,7 +152,7 @@ class NativeModel:
         return _blocks(ids, size), _blocks(confidence, size)
 
     def draft_drawn(self, slices: list[DraftSlice], choices: Choices, places: int) -> tuple[list[list[int]], list[list[float]]]:
-        """As `draft_greedy`, with the first `places` ids of every slice drawn. choices: of each slice, see `draft_choices`."""
+        """As `draft_greedy`, with the first `places` ids of every slice drawn. choices: of each slice, see `compiled_drafts`."""
         size = self._text.dspark_block_size
         rows = len(slices) * size
         ints, ids, confidence = _draft_ints(slices), array("q", bytes(8 * rows)), array("f", bytes(4 * rows))

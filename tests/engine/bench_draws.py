@@ -110,8 +110,8 @@ def main():
     model = model_dir(args.model)
     for streams in map(int, args.streams.split(",")):
         engine = make_engine(model, streams, compiled_draws=args.by == "compiled")
-        engine.drafter.policy = FixedLength()
         seqs = running(engine, model, streams)
+        engine.drafter.policy = FixedLength()  # the engine's own came with its first step
         calls = {kind: Calls(engine, seqs, KINDS[kind]) for kind in args.kinds.split(",")}
         for what, by_kind in measure(calls, args.rounds).items():
             for kind, seconds in by_kind.items():

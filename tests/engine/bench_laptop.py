@@ -15,6 +15,12 @@ import time
 PARTS = {
     "steps": ("compiled steps over eager ones", "tests.engine.bench_decode", [], ["--samples", "10"]),
     "spec": ("speculation over none, whole answers, one stream", "tests.engine.bench_conversations", ["--rounds", "20"], ["--rounds", "5"]),
+    "draws": (
+        "drawn tokens over the most likely ones",
+        "tests.engine.bench_draws",
+        ["--answers", "4"],
+        ["--streams", "1", "--rounds", "8"],
+    ),
     "peer": ("transformers at equal dimensions", "tests.engine.bench_transformers", [], ["--rounds", "3"]),
     "null": ("the engine's own cost", "tests.engine.bench_engine", [], []),
     "neighbour": ("busy neighbour, engine", "tests.engine.bench_neighbour", [], ["--rounds", "4"]),

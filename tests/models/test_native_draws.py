@@ -90,7 +90,7 @@ def test_rows_draw_the_tokens_of_the_definition(compiled, vocab, scale, seeded):
     assert sum(a != b for a, b in zip(torch_tokens, tokens, strict=True)) <= 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     seed=st.integers(0, 2**64 - 1),
     vocab=st.integers(1, 300),
@@ -167,7 +167,7 @@ def test_drafts_are_kept_and_refused_as_by_the_definition(compiled, vocab, scale
     assert {len(kept) for kept in tokens} == {1, 2, 3}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(seed=st.integers(0, 2**64 - 1), sizes=st.tuples(st.integers(0, 6), st.integers(0, 6)), data=st.data())
 def test_drafts_of_exact_distributions_are_judged_to_the_bit(compiled, seed, sizes, data):
     """The target and the drafter each have a set of equally likely tokens: where they overlap, and beyond, decides."""
