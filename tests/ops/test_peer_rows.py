@@ -97,7 +97,7 @@ def with_kernels():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 5120), (torch.float32, 48)])
 def test_kernels_of_several_streams_bring_what_collectives_bring(with_kernels, ranks, exact, dtype, columns):
