@@ -160,7 +160,8 @@ def engine_config(options: argparse.Namespace, sizes: Sizes, drafts: int) -> Eng
         model=options.model, load_format="dummy", device=options.device, precision="B", dp=ranks, ep=ranks, cp=ranks,
         max_num_seqs=most, num_blocks=ranks * blocks + 1, max_num_batched_tokens=sizes.own_chunk, max_model_len=longest + 128,
         yoco_mode="compact", yoco_keep_tokens=sizes.keep, prefill_any_interval=2, spec=drafts > 0, num_draft_tokens=drafts,
-        expert_exchange=options.exchange, collective_timeout_s=PEER_S, force_accept_length=1.0 if drafts else 0.0, enforce_eager=options.device == "cpu",
+        expert_exchange=options.exchange, collective_timeout_s=PEER_S,
+        force_accept_length=1.0 if drafts else 0.0, enforce_eager=options.device == "cpu",
         # As few recordings as serve the batches and their verify steps.
         cudagraph_batch_size_interval=max(1, most * (1 + drafts) // 4),
     )  # fmt: skip
