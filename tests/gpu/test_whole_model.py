@@ -1,6 +1,7 @@
 """The parts of a run of the whole model that need no GPU: predictions, kernels by kind, tables of what ranks have written."""
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,10 @@ from engine.models.config import parse_config
 from engine.models.released import excerpt
 from tests.gpu import whole_predictions as predict
 from tests.gpu.ranks import run_together
-from tests.gpu.whole_model import small
+from tests.gpu.whole_model import PARTS, small
 from tests.gpu.whole_parts import idle_ms, kind_of
 from tests.gpu.whole_session import SIZES
-from tests.gpu.whole_table import tables
+from tests.gpu.whole_table import failed_parts, tables
 
 RELEASED = parse_config(excerpt(range(40), stages=3))
 SMALL = parse_config(small(excerpt((1, 2, 20, 21), stages=3, engram_rows=997)))
@@ -74,6 +75,7 @@ def test_tables_show_whatever_there_is(tmp_path: Path) -> None:
     assert next(row for row in rows if row[:2] == ["step", "1"])[2] == "8.00"
     assert not [row for row in rows if row[:2] == ["step", "2"]]
     assert "rank 0, ttft: why" in text
+    assert failed_parts(tmp_path) == ["ttft"]
 
 
 def test_gains_of_drafts_stand_beside_what_the_runner_allows(tmp_path: Path) -> None:
@@ -83,3 +85,15 @@ def test_gains_of_drafts_stand_beside_what_the_runner_allows(tmp_path: Path) -> 
     found = report(decode=steps, drafts={"2 0": plain, "2 2.8": forced})
     row = next(line.split() for line in lines_of(tmp_path, [found, found]).splitlines() if "2.80" in line)
     assert row == ["2", "2.80", "2.80", "9.00", "130.0", "130.0", "1.30", "1.40", "0.93"]
+
+
+@pytest.mark.slow
+def test_two_ranks_on_a_cpu_measure_every_part(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.whole_model", str(tmp_path), "--device", "cpu", "--ranks", "2", "--layers", "2,20,21"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert set(found["seconds"]) == set(PARTS)
+        assert set(found["decode"]) == set(found["eager"]) == {str(batch) for batch in SIZES["cpu"].batches}
+        assert min(found["drafts"]["5 3.51"]["accept"], found["ttft"]["384"]["cached"]) > 0

@@ -101,18 +101,20 @@ def main() -> None:
     try:
         codes = run_together(commands, own_gpus=options.device == "cuda", until=options.began + options.budget + GRACE_S)
     finally:
-        show(options, data)
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
+        failed = show(options, data)
+    if any(codes) or failed:
+        sys.exit(f"ranks ended with {codes}; parts that failed: {', '.join(failed) or 'none'}")
 
 
-def show(options: argparse.Namespace, data: dict[str, Any]) -> None:
+def show(options: argparse.Namespace, data: dict[str, Any]) -> list[str]:
+    """Prints the tables. Returns the parts that failed on a rank."""
     from tests.gpu.whole_session import SIZES
-    from tests.gpu.whole_table import tables
+    from tests.gpu.whole_table import failed_parts, tables
 
     lines = list(tables(options.out, parse_config(data), SIZES[options.device], options.ranks, options.drafts))
     (options.out / "tables.txt").write_text("\n".join(lines) + "\n")
     print(*lines, f"{time.monotonic() - options.began:.0f} s", sep="\n", flush=True)
+    return failed_parts(options.out)
 
 
 if __name__ == "__main__":

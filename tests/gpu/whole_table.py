@@ -36,6 +36,11 @@ def tables(out: Path, config: ModelConfig, sizes: Sizes, ranks: int, drafts: int
         yield from (f"rank {rank}, {part}: {error}" for part, error in report.get("errors", {}).items())
 
 
+def failed_parts(out: Path) -> list[str]:
+    """Parts of which a rank has kept an error."""
+    return sorted({part for file in out.glob("rank-*.json") for part in json.loads(file.read_text()).get("errors", {})})
+
+
 def _slowest(reports: list[Report], part: str, key: str, figure: str | None = None) -> float:
     """The largest of all ranks; 0 where one of them has none."""
     values = [report.get(part, {}).get(key) for report in reports]
