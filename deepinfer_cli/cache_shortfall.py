@@ -1,4 +1,4 @@
-"""Why a conversation took fewer tokens from the prefix cache than its own history lets one expect: what the server counted meanwhile."""
+"""Why a conversation took fewer tokens from the prefix cache than its history predicts, judged by the server's counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of `dix check-cache --programme` have in common: prompts asked without and with the cache, compared and counted.
+"""What the parts of `dix check-cache --programme` share: prompts asked without and with the cache, compared and counted.
 
 Greedy. What a prompt could take from the cache is worked out here, from the ids of all prompts sent before: the longest shared prefix
 in whole pages, short of the tokens that are always computed. A cache with unlimited memory and a state at every page would hit that.

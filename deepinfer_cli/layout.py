@@ -1,4 +1,4 @@
-"""How a table goes into a narrow terminal: words wrap first, then columns go on in further blocks below. Nothing is left out or cut."""
+"""Fits a table into a narrow terminal: words wrap first, then columns continue in further blocks below. Nothing is left out or cut."""
 
 from __future__ import annotations
 

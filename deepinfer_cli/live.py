@@ -1,4 +1,4 @@
-"""What a running server says about itself, in the few numbers that people look at."""
+"""A running server's state in a few numbers, from its metrics."""
 
 from __future__ import annotations
 

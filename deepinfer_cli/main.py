@@ -1,4 +1,4 @@
-"""The console script. The first question, `dix --help`, is answered from a recorded page, before anything is imported to think about it."""
+"""The console script. Plain `dix --help` is answered from a recorded page before anything is imported."""
 
 from __future__ import annotations
 

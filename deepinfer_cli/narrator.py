@@ -1,4 +1,4 @@
-"""Tells how a server starts, serves and stops, from the launcher's events: one line per stage, a bar for weights."""
+"""Shows how a server starts, serves and stops, from the launcher's events: one line per stage, a bar for weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a user named, and those of a run: written whole or not at all, and what the system refuses is told with their names."""
+"""Output files, the user's and those of a run: written completely or not at all, with errors that name the file."""
 
 from __future__ import annotations
 

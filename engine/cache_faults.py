@@ -1,4 +1,4 @@
-"""Damage on purpose: changed bytes in the arena, and copies that are lost, cut short or late. For tests and debug servers."""
+"""Faults on purpose: changed bytes in the arena, and copies that are lost, cut short or late. For tests and debug servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page keys of the sequences that wait or run, so that planning again does not hash again."""
+"""Page keys of waiting and running sequences, so that planning again does not hash again."""
 
 from __future__ import annotations
 

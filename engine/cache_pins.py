@@ -1,4 +1,4 @@
-"""Prefixes that were asked to stay: pinned until their time is over, within a share of the arena."""
+"""Prefixes that were pinned on request, for a time and within a share of the arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages are worth storing: all, or those that were seen before. Which prompts are large one-off ones, that leave first."""
+"""Which pages are worth storing, all or only those seen before, and which prompts are large one-off ones that are evicted first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the arena's memory lies: on the GPU's memory node, on huge pages. Both are wishes; what came of them is reported."""
+"""Places the arena on the GPU's memory node and on huge pages. Both are best effort; the outcome is reported."""
 
 from __future__ import annotations
 

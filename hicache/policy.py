@@ -1,4 +1,4 @@
-"""Where to keep window states, where a prompt may resume, and whom to evict. Pure functions of integers."""
+"""Where to keep window states, where a prompt may resume, and what to evict. Pure functions of integers."""
 
 from __future__ import annotations
 

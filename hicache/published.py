@@ -1,4 +1,4 @@
-"""What one rank's arena holds, as another process sees it: followed through the owner's records, never written.
+"""What one rank's arena holds, as another process sees it: read from the owner's records, never written.
 
 A lookup here is exact up to the owner's last change: the table is the owner's own, not a model of it.
 """

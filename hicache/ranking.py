@@ -1,4 +1,4 @@
-"""What a page's priority and a second visit make of its place in the order of eviction: its rank."""
+"""The eviction rank of a page, from its priority and whether it was hit."""
 
 from __future__ import annotations
 

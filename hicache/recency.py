@@ -1,4 +1,4 @@
-"""Several lists of entries in order of their last use, as links in int arrays: moving an entry is O(1) and makes no object."""
+"""Several lists of entries, each in order of last use, linked in int arrays: moving an entry is O(1) and allocates nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put together again what a former owner of the arena had stored: pages whose ancestors are intact, and states on those pages."""
+"""Rebuilds what a former owner of the arena had stored: pages whose ancestors are intact, and states on those pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames on their way into the index: reserve, then commit or abort, as a scope that cannot be left half done."""
+"""Frames on their way into the index: a scope that either commits or gives them back."""
 
 from __future__ import annotations
 

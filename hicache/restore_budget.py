@@ -1,4 +1,4 @@
-"""How much may be restored now, so that others who are decoding keep their pace.
+"""How much may be restored in a step, so that decoding requests keep their pace.
 
 A restore runs on the model's stream, so its copy makes the step behind it longer. While somebody decodes, copies may take a share of
 the time that passes: a restore that took more is paid off before the next one begins. Nobody decoding, only the bound per step holds.

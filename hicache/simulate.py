@@ -1,4 +1,4 @@
-"""Replay prompts through index and policy alone: what would this cache hit, and what could any cache hit?
+"""Replay prompts through index and policy alone: what does this cache hit, and what could any cache hit?
 
 Same decisions as the live cache (it shares every rule), no bytes, no model: a trace of a day takes seconds.
 """

@@ -1,4 +1,4 @@
-"""Window states in the index: which page has one, in which frames and why, which would leave first, and which pages lead to one."""
+"""Window states in the index: which page has one, its frames and reason, what is evicted first, and which pages lead to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor as a process in the background: started and waited for from here, and its own entry point."""
+"""The supervisor as a background process: how it is started and awaited, and its entry point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ END_S = 25.0
 
 @contextlib.contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Signals that end wait for the end of the block: an exception out of the middle of a fork would leave a child that nobody knows."""
+    """Hold back SIGINT, SIGTERM and SIGHUP until the block ends: an exception in the middle of a fork would leave an unknown child."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals arrive in the main thread only
         return
@@ -47,7 +47,7 @@ def interrupts_later() -> Iterator[None]:
 
 
 def spawn(launch: Launch, state_dir: Path, api_keys: Sequence[str], lock: Lock, owned: bool) -> subprocess.Popen[bytes]:
-    """A supervisor in a session of its own. Keys travel through a pipe: others can read command lines, and files stay behind."""
+    """Start a supervisor in its own session. Keys go through a pipe, because others can read command lines and files stay behind."""
     directory = Path(launch.server_dir)
     owner = [str(os.getpid())] if owned else []
     request = directory / "start.json"
@@ -70,7 +70,7 @@ def spawn(launch: Launch, state_dir: Path, api_keys: Sequence[str], lock: Lock, 
 
 
 def wait_ready(process: subprocess.Popen[bytes], directory: Path, on_event: OnEvent, limit_s: float) -> ServerState:
-    """Pass its events on until it serves.
+    """Pass on the supervisor's events until it serves.
 
     Raises:
         DixError: the process's own failure, or ServerUnreachable after `limit_s`.

@@ -1,4 +1,4 @@
-"""What a request finds in the prefix cache, for people: the rank's record with texts, and the place where prompts part."""
+"""Explains to people what a request finds in the prefix cache: the rank's record, with texts and the place where prompts differ."""
 
 from __future__ import annotations
 

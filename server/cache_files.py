@@ -1,4 +1,4 @@
-"""The shared memory of servers' prefix caches: kept while its server may come back, removed when it will not."""
+"""Shared-memory files of the servers' prefix caches: kept while their server may return, removed when it will not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trust rule for code that comes with a checkpoint: known by hash or trusted by the operator, and harmless by its syntax tree."""
+"""When code from a checkpoint may run: its hash is known or the operator trusts it, and its syntax tree is harmless."""
 
 from __future__ import annotations
 

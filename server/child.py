@@ -1,4 +1,4 @@
-"""How the processes of a server begin: bound to their supervisor, deaf to the terminal, ready to show their stacks."""
+"""First steps of every child process: tie it to its supervisor, ignore the terminal's signals, prepare to dump its stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One client connection: limits on what arrives and on what is not read, and the common error body for what is not HTTP."""
+"""One client connection: limits on what it sends and leaves unread, and proper errors for what is not HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document as a page: every route with its body and answers. No script, and nothing that another host would have to send."""
+"""The OpenAPI document as a web page: every route with its body and answers. No scripts, and nothing loaded from other hosts."""
 
 from __future__ import annotations
 

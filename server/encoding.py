@@ -1,4 +1,4 @@
-"""The checkpoint's own chat encoder: found, trusted, loaded, interrogated and tested before anything is served."""
+"""The checkpoint's own chat encoder: found, checked for trust, loaded and tested before anything is served."""
 
 from __future__ import annotations
 

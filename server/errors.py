@@ -1,4 +1,4 @@
-"""Failures of the serving layer: those a user of the command line repairs, and those an HTTP client sees."""
+"""Errors of the server: those that a user of the command line can repair, and those that an HTTP client gets."""
 
 from __future__ import annotations
 

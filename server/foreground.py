@@ -1,4 +1,4 @@
-"""Runs a server's supervisor in this process, with the right to its name before and its files in order behind."""
+"""Run a server's supervisor in this process: take the lock on its name, check and prepare its files, and tidy up afterwards."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def supervise(launch: Launch, state_dir: Path, on_event: OnEvent, api_keys: Sequ
             on_event({"event": "bound", "host": sock.getsockname()[0], "port": sock.getsockname()[1]})
             return _run(Supervisor(launch, launch_path, sock, on_event, keys), directory)
     finally:
-        remove_boot_dir(launch.boot_dir, launch.boot_uuid)  # when it ended between making it and running
+        remove_boot_dir(launch.boot_dir, launch.boot_uuid)  # if it failed between making it and running
         lock.release()
 
 
 def _find_cache(directory: Path) -> None:
-    """Before a start: what this server kept, or left when it was killed, may be used again; what no server owns goes."""
+    """Before a start: keep what this server left for reuse, also when it was killed, and remove what no server owns."""
     had = (directory / KEPT_NAME).exists() or any(segments(directory))
-    keep_cache(directory)  # its own segments are no orphans, although it does not run yet
+    keep_cache(directory)  # so that its own segments do not count as orphans while it is not running yet
     remove_orphans()
     if not had:
         remove_cache(directory)

@@ -1,4 +1,4 @@
-"""The front's one object: settings, ranks, text, counters, and which of its states it is in."""
+"""The front's shared object: settings, ranks, text, counters, and the state it is in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes on the machine's GPUs, as the driver tells it. Everything here answers "nothing" on a machine without GPUs."""
+"""Which processes use the machine's GPUs, according to the driver. Without GPUs every function here returns nothing."""
 
 from __future__ import annotations
 

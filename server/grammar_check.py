@@ -1,4 +1,4 @@
-"""The front's side of trying grammars out: one worker process, started at the first grammar, and a memory of its verdicts."""
+"""The front's side of checking grammars: one worker process, started for the first grammar, and a cache of its verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tries grammars out so that no rank has to: `python -m server.grammar_worker`. One child per grammar, with limits on time and memory.
+"""Tries grammars so that no rank has to: `python -m server.grammar_worker`. One child per grammar, with limits on time and memory.
 
 Requests come as JSON lines on standard input, answers go as JSON lines to standard output. The process loads the library and the
 vocabulary once and forks for every request; a child that exceeds a limit dies alone.

@@ -174,7 +174,7 @@ class ProcessGroup:
         return None
 
     def _hang(self) -> Failure | None:
-        """A process that cannot beat because others have the processor is starved, not stopped: what its loop may take still bounds it."""
+        """A process that gets no processor time is starved, not stopped; only the limit on its loop still applies."""
         if self._slept():
             return None
         for child in self.children:
@@ -188,7 +188,7 @@ class ProcessGroup:
         return None
 
     def _slept(self) -> bool:
-        """This process stood still, as all do in a frozen container or a machine that was suspended: the others may beat first."""
+        """Whether this process was just frozen, as in a paused container or a suspended machine: then give the children time to beat."""
         now = time.monotonic()
         if now - self._looked_s > FROZEN_S:
             self._awake_since_s = now

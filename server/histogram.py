@@ -1,4 +1,4 @@
-"""Histograms of the front: two of them take a value for every token and stream, so that taking one in has to be cheap."""
+"""Histograms of the front. Two of them take a value for every token and stream, so adding one must be cheap."""
 
 from __future__ import annotations
 

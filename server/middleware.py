@@ -1,4 +1,4 @@
-"""What every request passes, outermost first: request id, origins of browsers, key check. Plain ASGI."""
+"""What every request passes before its route, outermost first: request id, browser origin, API key. Plain ASGI."""
 
 from __future__ import annotations
 

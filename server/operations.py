@@ -1,4 +1,4 @@
-"""Questions that the front has put to ranks and whose answers it waits for."""
+"""Operations that the front has sent to ranks, and their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child that cannot outlive its parent: the kernel signals it when the parent's forking thread ends."""
+"""Tie a child to its parent: the kernel signals the child when the parent's forking thread ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a server is started with, in the foreground and in the background, resolved and in one object."""
+"""Everything that a server is started with, resolved, in one object. The same in the foreground and in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that were running on a rank both times it crashed: a third crash is not worth an answer."""
+"""Refuses requests that were running on a rank both times it crashed, before they crash it a third time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hashes of a prompt's prefixes, by which the router knows prompts without keeping them."""
+"""Hashes of a prompt's prefixes: the router remembers these instead of prompts."""
 
 from __future__ import annotations
 

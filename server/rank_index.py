@@ -1,4 +1,4 @@
-"""The ranks' own prefix indexes, read by the front from the shared memory in which the ranks keep them.
+"""The ranks' prefix indexes, which the front reads from the ranks' shared memory.
 
 Nothing is modelled: a page that a rank evicted is gone here with the next lookup. Ranks whose arena is private, off, or on another host
 cannot be asked; the router then goes by what it sent there.

@@ -1,4 +1,4 @@
-"""What a prompt would cost on each rank, in prompt tokens' worth of computing. Pure: no clock, no I/O.
+"""What a prompt would cost on each rank, in computed prompt tokens. Pure: no clock, no I/O.
 
     cost = prompt tokens queued there + tokens to compute + tokens to restore x their price + running sequences x theirs
 

@@ -1,4 +1,4 @@
-"""Exactly the ids that were sampled, for text that comes back as history.
+"""The exact token ids that were sampled, for text that comes back as history.
 
 A model may split a text into other tokens than the tokenizer does. A prompt that encodes such an answer anew would part from the cached
 one at the first of them. So the ids of every stretch between two control tokens that the tokenizer would split differently are kept,

@@ -1,4 +1,4 @@
-"""Searching for markers in text that arrives in pieces, in linear time: no character is looked at more than a fixed number of times."""
+"""Finds markers in text that arrives in pieces, in linear time: every character is looked at a bounded number of times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before a server starts anything: exposed addresses, missing keys, too many ranks, occupied GPUs."""
+"""Checks before a server starts anything: exposed addresses, missing keys, too many ranks, occupied GPUs."""
 
 from __future__ import annotations
 

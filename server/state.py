@@ -1,4 +1,4 @@
-"""State files of running servers: who they are, where they listen, and proof that a recorded process is still the same one."""
+"""State files of running servers: what they are, where they listen, and how to tell that a recorded process is still the same."""
 
 from __future__ import annotations
 

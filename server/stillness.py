@@ -1,7 +1,7 @@
-"""Tells a step loop that stands still from one that works, lacks a processor, or waits for other ranks.
+"""Tells a step loop that has stopped from one that is working, lacks a processor, or waits for other ranks.
 
-A long step is no failure: it may compile kernels. A loop that makes no progress while its process neither computes nor would if it could
-is one, and need not be given the time of the longest step (`server.hang_timeout_s`).
+A long step is not a failure: it may compile kernels. But when the loop makes no progress and its process neither computes nor wants to,
+waiting for the time of the longest step (`server.hang_timeout_s`) would be pointless.
 """
 
 from __future__ import annotations

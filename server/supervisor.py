@@ -185,7 +185,7 @@ class Supervisor:
         return Failure("hang", late[0] if late else -1, f"not ready after {limit:.0f} s", "raise --ready-timeout, or see: dix logs")
 
     def _recover(self, failure: Failure) -> None:
-        """Fail what is open, end the ranks, then restart or give up. The order matters: clients hear of it before anything slow happens."""
+        """Fail open requests, end the ranks, then restart or give up. In this order, so that clients hear of it before slow work."""
         log.error("%s", failure.message, extra={"event": failure.kind})
         lines = self.group.log_tail(failure.rank)
         for line in lines:
@@ -295,16 +295,16 @@ class Supervisor:
             self._record_again_s = time.monotonic() + RECORD_AGAIN_S
 
     def _emit(self, event: str, **values: Any) -> None:
-        said = " ".join([event, *told(values)])
-        log.log(logging.DEBUG if event == "progress" else logging.INFO, "%s", said, extra={"event": event})
+        line = " ".join([event, *flat_words(values)])
+        log.log(logging.DEBUG if event == "progress" else logging.INFO, "%s", line, extra={"event": event})
         elapsed_s = time.monotonic() - self.started_s
         try:
             self.on_event({"event": event, "time": time.time(), "elapsed_s": elapsed_s, "pid": os.getpid(), **values})
         except OSError as error:  # the terminal was closed, the reader of a pipe left, the disk is full: no reason to stop serving
-            log.warning("nobody was told of %s: %s", event, error)
+            log.warning("the event %s could not be delivered: %s", event, error)
 
 
-def told(values: Mapping[str, Any]) -> list[str]:
-    """`name=value` of everything, what lies inside values included: a line of a log for people."""
-    inner = [(told(value) if isinstance(value, Mapping) else [f"{name}={value}"]) for name, value in values.items()]
+def flat_words(values: Mapping[str, Any]) -> list[str]:
+    """`name=value` of all values, nested ones included, for a line of the log."""
+    inner = [(flat_words(value) if isinstance(value, Mapping) else [f"{name}={value}"]) for name, value in values.items()]
     return [word for words in inner for word in words]

@@ -1,4 +1,4 @@
-"""Prompts that are in the prefix cache before the server says that it is ready: prefilled at every start of the ranks, and pinned."""
+"""Fills the prefix cache before the server reports ready: prompts are prefilled at every start of the ranks, and pinned."""
 
 from __future__ import annotations
 
