@@ -47,7 +47,7 @@ MEANINGS = (
         "first token − restored, on the rank's clock", "A long prompt runs in chunks; what other steps take in between is in it.",
     ),
     Meaning(
-        "Server beside the engine", "ttft_front", "ms", "Routing and the way between front and rank.",
+        "Server outside the engine", "ttft_front", "ms", "Routing and the way between front and rank.",
         "first output at the front − dispatch − queue − restore − prefill",
     ),
     Meaning(

@@ -13,7 +13,7 @@ PARTS = (
     ("ttft_queue", "server_queue_ms", "Queue", "waiting for a prompt step"),
     ("ttft_restore", "restore_ms", "Restore", "copying what the prefix cache held"),
     ("ttft_prefill", "prefill_ms", "Prefill and first token", "computing the rest of the prompt"),
-    ("ttft_front", "", "Server beside the engine", "routing, and until the running step has ended"),
+    ("ttft_front", "", "Server outside the engine", "routing, and until the running step has ended"),
     ("ttft_client", "", "Way to the client", "HTTP, rendering and tokenising"),
 )
 RESTORED = ("server_queue_ms", "restore_ms", "prefill_ms")

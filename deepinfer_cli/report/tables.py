@@ -104,11 +104,11 @@ def speculation(summary: Summary) -> Grid:
     if summary.row("speculation", "drafted") is None:
         return Grid("Speculation", [], [])
     places = [row for row in summary.rows if row.metric == "speculation" and row.stat.startswith("acceptance place")]
-    heads = ["Drafted tok", "Accepted tok", "Acceptance", "Tokens a step", *(f"place {row.stat.split()[-1]}" for row in places)]
+    heads = ["Drafted tok", "Accepted tok", "Acceptance", "Tokens a step", *(f"Place {row.stat.split()[-1]}" for row in places)]
     row: list[str | None] = [show_number(summary.value("speculation", name), 0) for name in ("drafted", "accepted")]
     row += [show_share(summary.value("speculation", "acceptance")), show_number(summary.value("speculation", "tokens_per_step"), 2)]
     row += [show_share(place.value) for place in places]
-    note = "Places: share of drafted tokens kept at each place of the block, of those that were verified there."
+    note = "Place n: share of the n-th drafted tokens that were kept, of those that were verified."
     return Grid("Speculation", heads, [row], left=frozenset(), note=note)
 
 
@@ -160,10 +160,8 @@ def by_rank(summary: Summary) -> Grid:
                 show_number(summary.value("ttft", "mean", group)),
             ]
         )
-    heads = ["Rank", "Requests", "Prompt tok", "Output tok", "Cached tok", "by usage", "differs by", "Hit rate", "TTFT mean ms"]
-    note = (
-        "Tokens, hit rate: growth of the server's counters; by usage: as clients were told. Requests, TTFT: where answers name their rank."
-    )
+    heads = ["Rank", "Requests", "Prompt tok", "Output tok", "Cached tok", "Client's cached tok", "Difference", "Hit rate", "TTFT mean ms"]
+    note = "Tokens, hit rate: the server's counters. Client's cached tok: the answers' usage. Requests, TTFT: answers that name a rank."
     return Grid("By rank", heads, rows, left=frozenset(), note=note)
 
 

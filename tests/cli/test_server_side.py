@@ -80,12 +80,12 @@ def test_the_report_shows_parts_differences_and_speculation(folder: Path, dix: D
     summary = summarize(folder)
     assert [row[0] for row in ttft_split(summary).rows] == [name for _, _, name, _ in PARTS]
     grid = by_rank(summary)
-    assert grid.rows[0][grid.heads.index("differs by")] == "+7"
+    assert grid.rows[0][grid.heads.index("Difference")] == "+7"
     (row,) = speculation(summary).rows
     assert row[:4] == ["200", "160", "80.0%", "2.60"]
     ran = dix("report", "last", "--html", tmp_path / "p.html")
     assert ran.code == 0
-    for text in ("Where the time to first token went", "Speculation", "differs by"):
+    for text in ("Where the time to first token went", "Speculation", "Difference"):
         assert text in ran.out
         assert text in (tmp_path / "p.html").read_text()
 
