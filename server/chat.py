@@ -12,12 +12,12 @@ from server.answers import Head, chat_delta, chunk_choice, complete_choice, logp
 from server.choice import Choice, Entry
 from server.errors import ApiError
 from server.front_state import Front
-from server.generation import Generation, begin, rank_headers, resolve_max_tokens
+from server.generation import Generation, begin, event_stream, rank_headers, resolve_max_tokens
 from server.json_response import JsonResponse
 from server.output_parser import Delta, DeltaKind
 from server.rendering import RenderedPrompt
 from server.schemas import CommonRequest, default_max_tokens, parse_common
-from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
+from server.streaming import DONE, KEEP_ALIVE, error_event, event, until_disconnect
 from server.text import MAX_EFFORT
 
 # With the value 1 the chunk that carries the usage also says where the time went, in the field `deepinfer`.
@@ -64,14 +64,8 @@ async def create(front: Front, http: HttpRequest) -> Response:
         finally:
             generation.close()
         return JsonResponse(answer, headers=headers)
-    front.metrics.streams_open += 1
-
-    def on_close() -> None:
-        front.metrics.streams_open -= 1
-        generation.close()
-
     timed = http.headers.get(TIMING_HEADER) == "1"
-    return EventStream(_events(generation, request, head, rendered, timed), on_close, headers)
+    return event_stream(front, _events(generation, request, head, rendered, timed), generation.close, headers)
 
 
 async def _complete(generation: Generation, request: CommonRequest, head: Head, rendered: RenderedPrompt) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from server.answers import Head, new_head, plain_logprobs, usage_of
 from server.choice import Choice, Entry
 from server.errors import ApiError
 from server.front_state import Front
-from server.generation import Batch, Generation, begin, merged, rank_headers, resolve_max_tokens
+from server.generation import Batch, Generation, begin, event_stream, merged, rank_headers, resolve_max_tokens
 from server.json_response import JsonResponse
 from server.schemas import CommonRequest, parse_common, parse_prompts, refuse_plain_extras
-from server.streaming import DONE, KEEP_ALIVE, EventStream, error_event, event, until_disconnect
+from server.streaming import DONE, KEEP_ALIVE, error_event, event, until_disconnect
 
 DEFAULT_TOKENS = 16
 
@@ -56,13 +56,7 @@ async def create(front: Front, http: HttpRequest) -> Response:
         finally:
             close_all()
         return JsonResponse(answer, headers=headers)
-    front.metrics.streams_open += 1
-
-    def on_close() -> None:
-        front.metrics.streams_open -= 1
-        close_all()
-
-    return EventStream(_events(generations, request, head), on_close, headers)
+    return event_stream(front, _events(generations, request, head), close_all, headers)
 
 
 def _encode_all(front: Front, prompts: list[str | list[int]]) -> list[list[int]]:

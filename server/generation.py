@@ -22,6 +22,7 @@ from server.poison import fingerprint
 from server.prompt_keys import PromptKeys, prompt_keys
 from server.rank_pool import new_engine_id
 from server.schemas import CommonRequest
+from server.streaming import EventStream
 from server.tickets import Ticket
 from server.tools import Tools
 from server.turn_memory import Turn
@@ -258,6 +259,17 @@ def session_of(http: HttpRequest, request: CommonRequest) -> str | None:
         if value := http.headers.get(name):
             return str(value[:MAX_SESSION])
     return request.session
+
+
+def event_stream(front: Front, events: AsyncIterator[bytes], close: Callable[[], None], headers: dict[str, str]) -> EventStream:
+    """A streamed answer that counts as open until it ends; then `close` runs."""
+    front.metrics.streams_open += 1
+
+    def on_close() -> None:
+        front.metrics.streams_open -= 1
+        close()
+
+    return EventStream(events, on_close, headers)
 
 
 def rank_headers(front: Front, ticket: Ticket) -> dict[str, str]:
