@@ -38,8 +38,11 @@ from tests.gpu.whole_model import small
 
 NAME = "whole"
 BUDGET_S = 595.0
-# What later parts need; the window of the traces gets the rest. Around it: the harness loads, waits for running answers and exports.
+# What later parts need; the window of the traces gets the rest. Around it: the harness loads, waits for running answers and exports, and
+# sends one prompt per session first.
 AFTER_KILL_S, STOP_S, AROUND_WINDOW_S, LEAST_WINDOW_S = 12.0, 8.0, 40.0, 8.0
+SESSION_TOKENS = {"bundled": 2_000, "small": 16_000, "long": 50_000}
+EXPORT_S = 40.0  # of a harness that is told to end
 SMALL_VOCABULARY = 4_608  # more than the embedded tokenizer has, as in the release
 
 
@@ -96,10 +99,10 @@ class Served:
         print(name, json.dumps(self.found[name]), flush=True)
         (self.options.out / "served.json").write_text(json.dumps(self.found, indent=1) + "\n")
 
-    def command(self, *arguments: str, limit_s: float) -> str:
-        """A `dix` command that ends with us and within its limit. Returns what it printed.
+    def command(self, *arguments: str, limit_s: float, ask: signal.Signals = signal.SIGTERM) -> str:
+        """A `dix` command that ends with us and within its limit, asked by that signal. Returns what it printed.
 
-        Raises RuntimeError: it failed, with the end of what it printed, or ran past the limit.
+        Raises RuntimeError: it failed, with the end of what it printed. subprocess.TimeoutExpired: it ran past the limit and was ended.
         """
         environment = {**os.environ, **QUIET, "DIX_HOME": str(self.dix.home), "OMP_NUM_THREADS": "1"}
         log = self.options.out / f"dix-{'-'.join(word for word in arguments[:2] if word.isalpha())}.log"
@@ -111,9 +114,9 @@ class Served:
             try:
                 code = child.wait(max(1.0, limit_s))
             except BaseException:
-                child.terminate()  # `start` ends what it was starting, `bench` its harness
+                child.send_signal(ask)  # `start` ends what it was starting, `bench` its harness
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(30)
+                    child.wait(EXPORT_S)
                 child.kill()
                 raise
             output.seek(0)
@@ -208,17 +211,29 @@ def agentx(run: Served) -> dict[str, Any]:
     # A group that starts again finds its kernels compiled.
     later_s = STOP_S + (run.found["start"]["ready_s"] + AFTER_KILL_S if "lost rank" in run.parts else 0)
     warm_s = min(30.0, options.minutes * 6)
-    window_s = int(min(60 * options.minutes, run.left_s - later_s - AROUND_WINDOW_S - warm_s))
+    window_s = int(min(60 * options.minutes, run.left_s - later_s - AROUND_WINDOW_S - warm_s - first_prompts_s(run)))
     assert window_s >= LEAST_WINDOW_S, f"{run.left_s:.0f} s are left, {later_s:.0f} of them for what comes later"
-    said = run.command(
-        "bench", "agentx", "--url", run.url, "--traces", options.traces, "--concurrency", str(options.concurrency), "--duration",
-        f"{window_s}s", "--warmup-duration", f"{warm_s:g}s", "--grace", "5s", "--tokenizer", str(run.model), limit_s=run.left_s - later_s,
-    )  # fmt: skip
+    result: dict[str, Any] = {"window_s": window_s}
+    try:
+        said = run.command(
+            "bench", "agentx", "--url", run.url, "--traces", options.traces, "--concurrency", str(options.concurrency), "--duration",
+            f"{window_s}s", "--warmup-duration", f"{warm_s:g}s", "--grace", "5s", "--tokenizer", str(run.model),
+            limit_s=run.left_s - later_s - EXPORT_S / 2, ask=signal.SIGINT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        said, result["cut"] = str(error), True  # what was measured until then is kept
     if not list(run.dix.home.glob("**/runs/*/run.json")):
         raise RuntimeError(said[-500:])  # refused before it began
     said = run.command("report", "last", "--html", str(options.out / "agentx.html"), "--csv", str(options.out / "agentx.csv"), limit_s=30)
     (options.out / "agentx.txt").write_text(said)
-    return {"window_s": window_s, "memory": memory(run)}
+    return result | {"memory": memory(run)}
+
+
+def first_prompts_s(run: Served) -> float:
+    """What the prompts of all sessions take their ranks, by the first turns measured before."""
+    turns = run.found.get("two turns", {})
+    sessions = run.options.concurrency / run.options.ranks
+    return sessions * SESSION_TOKENS.get(run.options.traces, 0) / run.sizes.prompt * turns.get("cold_ttft_ms", 0.0) / 1e3
 
 
 def lose_a_rank(run: Served) -> dict[str, Any]:
@@ -237,7 +252,7 @@ def lose_a_rank(run: Served) -> dict[str, Any]:
     result: dict[str, Any] = {
         "open": len(running),
         "ended": kinds,
-        "last_ended_s": round(max((asked.ended_s or float("inf")) - killed_s for asked in ended), 2),
+        "last_ended_s": round(max(asked.ended_s for asked in ended) - killed_s, 2),
         "all_told": set(kinds) == {"error"},
     }
     wait_until(lambda: healthy(run.url), run.left_s - STOP_S - 2, "the group serves again")
