@@ -1,4 +1,4 @@
-"""Heart-beats in a small shared file: one slot per rank and a last one for the front, written by them, read by supervisor and front.
+"""Heartbeats in a small shared file: one slot per rank and a last one for the front, written by them, read by supervisor and front.
 
 A slot holds two stamps of the system-wide monotonic clock: one by the step loop itself, or the front's event loop (a stale one means a
 hung loop), and one by a plain thread (a stale one means a stopped process), the count of loop iterations, how long the present phase

@@ -27,7 +27,7 @@ from tests.server.harness import NAME, FakeServer, alive, eventually, finish, gr
 from tests.server.test_lifecycle import OpenRequest, open_requests, pid_of, wait_ready
 
 KILLED_S = 3.0
-STOPPED_S = 15.0  # the heart-beat's limit and the stacks that are dumped first
+STOPPED_S = 15.0  # the heartbeat's limit and the stacks that are dumped first
 SEEDS = (0, 1, 2, 5, 7)  # these harm a guard twice, the front, and each rank once
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
 

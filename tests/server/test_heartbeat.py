@@ -1,4 +1,4 @@
-"""Heart-beats between processes: ages, limits, and no torn reads."""
+"""Heartbeats between processes: ages, limits, and no torn reads."""
 
 from __future__ import annotations
 
