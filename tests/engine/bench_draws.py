@@ -1,24 +1,29 @@
 """What it costs to draw tokens instead of taking the most likely ones: plain steps, drafts and verify steps. Not a test.
 
-    OMP_NUM_THREADS=1 python -m tests.engine.bench_draws [MODEL_DIR] [--streams 1,8] [--rounds 30] [--by torch] [--answers 6]
+    OMP_NUM_THREADS=1 python -m tests.engine.bench_draws [MODEL_DIR] [--streams 1,8] [--rounds 30] [--by torch] [--answers 6] [--ids 129280]
 
 The same sequences under different parameters, interleaved in bursts of one process. Prints medians of this thread's CPU time per call, and
 the paired ratio to greedy. --by torch: with `engine.compiled_draws` off. --answers: rounds of whole answers at temperature 1 as well, drawn
-by compiled code and by torch, with every draft and without.
+by compiled code and by torch, with every draft and without. --ids: also what the sampler takes for rows of so many ids, without a model.
 """
 
 import argparse
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from engine.batch import SequenceSlice, StepKind
 from engine.draft_sampling import DraftPoint
 from engine.request import Request, SamplingParams
+from engine.spec_decode import Proposals
 from engine.spec_lengths import FixedLength
 from engine.step import Step
 from engine.step_runner import StepRunner
 from tests.engine.paired import compare, make_engine, model_dir, prompts_of, show, start
+from tests.models.test_native_draws import Compiled, samplers, sequence
 
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -105,8 +110,11 @@ def main():
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--by", choices=("compiled", "torch"), default="compiled")
     parser.add_argument("--answers", type=int, default=0)
+    parser.add_argument("--ids", type=int, default=0)
     args = parser.parse_args()
     start()
+    if args.ids:
+        many_ids(args.ids, args.rounds)
     model = model_dir(args.model)
     for streams in map(int, args.streams.split(",")):
         engine = make_engine(model, streams, compiled_draws=args.by == "compiled")
@@ -121,6 +129,36 @@ def main():
         engine.close()
         if args.answers:
             whole_answers(model, streams, args.answers)
+
+
+def many_ids(num_ids, rounds):
+    """One row, and six of a sequence with five drafts, by torch and by compiled code."""
+    drawing = Compiled()
+    slow, fast = samplers(drawing)
+    logits = torch.randn(6, num_ids) * 3
+    table = torch.softmax(logits[:5] + torch.randn(5, num_ids), -1)[None].contiguous()
+    for kind in ("drawn", "seeded", "top_p", "top_k"):
+        params = KINDS[kind]
+        seq = sequence(7, "seed" in params, **{name: value for name, value in params.items() if name != "seed"})
+        drafts, proposals = [torch.multinomial(table[0], 1)[:, 0].tolist()], Proposals({seq.seq_id: 0}, table)
+        calls = {
+            (what, by): call
+            for by, sampler in (("torch", slow), ("compiled", fast))
+            for what, call in (
+                ("1 row", partial(sampler, logits[:1], [seq])),
+                ("6 rows", partial(sampler.verify, logits, [seq], drafts, proposals)),
+            )
+        }
+        times = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                began = time.thread_time()
+                call()
+                times[name].append(time.thread_time() - began)
+        middle = {name: f"{1e3 * statistics.median(seconds):.2f}" for name, seconds in times.items()}
+        for what in ("1 row", "6 rows"):
+            print(f"{num_ids:,} ids, {kind:<7} {what:<6} torch {middle[what, 'torch']}, compiled {middle[what, 'compiled']} ms", flush=True)
+    drawing.close()
 
 
 def whole_answers(model, streams, rounds):
