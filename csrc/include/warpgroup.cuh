@@ -52,8 +52,8 @@ __device__ __forceinline__ void group_wait() {
 // Describes columns 16 * step.. of a tile to the products: its address and the 1,024 bytes between groups of eight rows, in units of 16 bytes,
 // and the exchange of pieces within 128 bytes.
 __device__ __forceinline__ uint64_t tokens_at(const unsigned char* tile, int step) {
-    const uint64_t address = static_cast<uint32_t>(__cvta_generic_to_shared(tile)) >> 4;
-    return ((address & 0x3FFF) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62) + 2 * step;
+    const uint64_t address = (static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + 32 * step) >> 4;
+    return (address & 0x3FFF) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
 #define DIX_SUMS(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])

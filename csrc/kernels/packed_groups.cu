@@ -28,9 +28,7 @@ struct GroupStage {
     static constexpr int kTokenBytes = kTokens * kGroupColumns * 2;
     static constexpr int kChunks = kGroupColumns / Layout<kFormat>::kChunk;  // of weights per row tile
     static constexpr int kSteps = 4 / kChunks;                               // products of a chunk
-    // Behind the codes the scales of their block, in its first stage. Lanes with the same scales copy them to the same place.
-    static constexpr int kTileBytes = kChunks * 512 + (Layout<kFormat>::kScaleBytes + 15) / 16 * 16;
-    static constexpr int kWarpBytes = kGroupRows * kTileBytes;
+    static constexpr int kWarpBytes = kGroupRows * kChunks * 512;
     static constexpr int kBytes = kTokenBytes + Form::kWarps * kWarpBytes;
     static constexpr int kPerBlock = 4 / kChunks;  // stages of one block of weights
 };
@@ -58,13 +56,13 @@ struct GroupUnit {
     unsigned char* ring;
     float4* sums;  // this thread's, of the slices before: one every kThreads
     int num_stages;
-    SlicedBlock copied;  // whose weights are copied next
+    SlicedBlock copied, fetched;  // whose weights are copied next, and whose scales are in `later`
     // What one thread copies per stage: one piece of some tokens, and its own weights.
     const uint16_t* token[kCopied];
     const unsigned char* codes[kGroupRows];
     bool used[kCopied];
     const unsigned char* scales[kGroupRows];
-    uint2 fields[kGroupRows];
+    uint2 fields[kGroupRows], later[kGroupRows];
     float acc[kGroupRows][kTokens / 8][4];
 
     __device__ __forceinline__ unsigned char* stage_at(int stage) const { return ring + stage % kStages * S::kBytes; }
@@ -83,15 +81,12 @@ struct GroupUnit {
                 const int row = thread / 8 + kThreads / 8 * i, piece = thread % 8;
                 if (used[i]) copy_async16(to + row * 128 + (piece ^ row % 8) * 16, token[i] + columns * kGroupColumns + piece * 8);
             }
-            unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes;
+            unsigned char* mine = to + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
 #pragma unroll
-            for (int r = 0; r < kGroupRows; ++r, mine += S::kTileBytes) {
-                if (columns % S::kPerBlock == 0) {
-                    copy_async8(mine + S::kChunks * 512 + L::scale_offset(lane / 4, lane % 4), scales[r] + columns / S::kPerBlock * L::kScaleBytes);
-                }
+            for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
                 for (int c = 0; c < S::kChunks; ++c) {
-                    copy_async16(mine + c * 512 + lane * 16, codes[r] + (static_cast<int64_t>(columns) * S::kChunks + c) * 512);
+                    copy_async16(mine + (r * S::kChunks + c) * 512, codes[r] + (static_cast<int64_t>(columns) * S::kChunks + c) * 512);
                 }
             }
         }
@@ -101,15 +96,27 @@ struct GroupUnit {
     // Only this lane's own copies are read.
     __device__ __forceinline__ void decode(int stage, GroupWeights& a) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const unsigned char* mine = stage_at(stage) + S::kTokenBytes + warp * S::kWarpBytes;
+        if (stage % S::kPerBlock == 0) {
+            int block = stage / S::kPerBlock + 1;
+            if constexpr (kSliced) {
+                fetched.advance();
+                block = fetched.number;
+            }
+            block = block < p.blocks ? block : 0;  // behind the last one nothing is used
 #pragma unroll
-        for (int r = 0; r < kGroupRows; ++r, mine += S::kTileBytes) {
-            if (stage % S::kPerBlock == 0) fields[r] = load_shared8(mine + S::kChunks * 512 + L::scale_offset(lane / 4, lane % 4));
+            for (int r = 0; r < kGroupRows; ++r) {
+                fields[r] = later[r];
+                later[r] = load_global8(scales[r] + block * L::kScaleBytes);
+            }
+        }
+        const unsigned char* mine = stage_at(stage) + S::kTokenBytes + warp * S::kWarpBytes + lane * 16;
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
             for (int c = 0; c < S::kChunks; ++c) {
                 const int q = stage % S::kPerBlock * S::kChunks + c;
                 const uint32_t upper = factor(fields[r].x, q), lower = factor(fields[r].y, q);
-                const uint4 packed = load_shared16(mine + c * 512 + lane * 16);
+                const uint4 packed = load_shared16(mine + (r * S::kChunks + c) * 512);
                 const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
                 for (int s = 0; s < S::kSteps; ++s) L::decode(words, s, upper, lower, a[r][c * S::kSteps + s]);
@@ -196,7 +203,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
         const int item_index = unit_index / row_groups;
         const Item item = item_of(p, item_index, kTokens);
         const int first_tile = ((unit_index - item_index * row_groups) * kGroupWarps + warp) * kGroupRows;
-        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, {}, {}, {}, {}, {}, {}};
+        GroupUnit<kFormat, Form, kSliced> unit = {p, ring, sums, p.blocks * S::kPerBlock, first, first, {}, {}, {}, {}, {}, {}, {}};
 #pragma unroll
         for (int i = 0; i < unit.kCopied; ++i) {
             const int column = thread / 8 + Form::kThreads / 8 * i;
@@ -212,6 +219,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1) packed_groups(const PackedG
             const int64_t block = (static_cast<int64_t>(item.group) * p.tiles + tile) * p.blocks;
             unit.codes[r] = p.codes + block * kBlockBytes + lane * 16;
             unit.scales[r] = p.scales + block * L::kScaleBytes + L::scale_offset(g, t);
+            unit.later[r] = load_global8(unit.scales[r]);
         }
         sync_block();  // the stages of the previous unit are still being read
 #pragma unroll 1
