@@ -101,6 +101,7 @@ async def test_the_sweep_looks_for_it_by_itself(pool: RankPool, monkeypatch: pyt
         while not ticket.closed:
             await asyncio.sleep(0.001)
     sweep.cancel()
+    assert (pool.num_open, pool.slow_readers_total) == (0, 1)
 
 
 async def test_a_client_that_is_behind_for_too_long_leaves_no_mail_behind(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
